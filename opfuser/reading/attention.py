@@ -298,6 +298,6 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     alike = replace(q, weight=None) == replace(k, weight=None)
-    if not alike or q.centred or q.weight is None or k.weight is None:
+    if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
         raise KeptError("opfuser has no operation for such norms of queries and keys")
     return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)

@@ -101,7 +101,7 @@ class Built:
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
         self.memories: list[Memory] = []
         self._module = module
-        self._ones: list[nn.Module] = []
+        self._ones: list[tuple[nn.Module, str]] = []
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
@@ -109,8 +109,8 @@ class Built:
         """Takes over the parameters that the module has now."""
         for parameters, name, source, source_name in self.aliases:
             parameters[name] = source[source_name]
-        for op in self._ones:
-            self._set_ones(op)
+        for op, name in self._ones:
+            self._set_ones(op, name)
 
     def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
         """The output of a call.
@@ -146,13 +146,20 @@ class Built:
         source = self._module.get_submodule(holder)._parameters
         self.aliases.append(Alias(op._parameters, name, source, own))
 
-    def _set_ones(self, op: nn.Module) -> None:
+    def weight(self, op: nn.Module, name: str, path: str | None) -> None:
+        """As :meth:`alias`, for a norm, which has ones if the module's has no weight."""
+        if path is None:
+            self._ones.append((op, name))
+        else:
+            self.alias(op, name, path)
+
+    def _set_ones(self, op: nn.Module, name: str) -> None:
         """Gives a norm that has no weight one that changes nothing."""
         like = next(self._module.parameters(), torch.empty(0))
-        weight: Any = op._parameters["weight"]
+        weight: Any = op._parameters[name]
         if weight.device != like.device or weight.dtype != like.dtype:
             ones = torch.ones(weight.shape, dtype=like.dtype, device=like.device)
-            op._parameters["weight"] = nn.Parameter(ones, requires_grad=False)
+            op._parameters[name] = nn.Parameter(ones, requires_grad=False)
 
     # Operations
 
@@ -199,10 +206,7 @@ class Built:
         kind = basic.LayerNorm if op.centred else basic.RMSNorm
         zero_centred = op.zero_centred_weight
         made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
-        if op.weight is None:
-            self._ones.append(made)
-        else:
-            self.alias(made, "weight", op.weight)
+        self.weight(made, "weight", op.weight)
         if op.centred:
             self.alias(made, "bias", op.bias)
         return [made]
@@ -234,8 +238,8 @@ class Built:
             zero_centered_gamma=zero_centred,
             device="meta",
         )
-        self.alias(made, "q_weight", op.q_weight)
-        self.alias(made, "k_weight", op.k_weight)
+        self.weight(made, "q_weight", op.q_weight)
+        self.weight(made, "k_weight", op.k_weight)
         return [made]
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:

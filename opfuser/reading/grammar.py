@@ -343,9 +343,15 @@ class _Grammar:
             return None
         try:
             found = attention_of(self.values, v, self.projected)
-        except KeptError:
+        except KeptError as why:
             # A child that is called, such as a linear module with an adapter, may be a projection.
-            found = attention_of(self.values, v, self.called)
+            with suppress(KeptError):
+                return self.attended(attention_of(self.values, v, self.called), base)
+            raise why from None
+        return self.attended(found, base)
+
+    def attended(self, found: AttentionFound | None, base: Value | None) -> Step | None:
+        """Attention, after the projections of what it attends to."""
         if found is None:
             return None
         step = self.merged(found.sources, "queries, keys or values")

@@ -83,18 +83,18 @@ def heads_of(
     scale = 1.0
     while True:
         piece = _piece_of(values, v, projected, places)
-        if piece.factor != 1 and any(isinstance(step, Norm) for step in steps):
-            raise KeptError(computed(v, "scales heads before their norm by"))
-        scale *= piece.factor
-        steps += [piece.turn] if piece.turn else []
         source, places = piece.source, piece.places
-        x = projected(source)
+        x, found = projected(source), norm_of(values, source, None)
+        factor = piece.factor if found is None or x is not None else piece.factor * found.factor
+        if factor != 1 and any(isinstance(step, Norm) for step in steps):
+            raise KeptError(computed(v, "scales heads before their norm by"))
+        scale *= factor
+        steps += [piece.turn] if piece.turn else []
         if x is not None:
             columns = _columns(places, source)
             return HeadsFound(source, x, tokens, columns, tuple(steps[::-1]), scale)
-        found = norm_of(values, source, None)
         assert found is not None  # which made it a leaf
-        if found.factor != 1 or not _are_rows(places, found.norm.shape):
+        if not _are_rows(places, found.norm.shape):
             raise KeptError(computed(source, "normalises other than single heads by"))
         steps.append(found.norm)
         v = found.x

@@ -176,12 +176,12 @@ class Transpose:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The root-mean-square norm of each query and each key head."""
+    """The root-mean-square norm of each query and each key head, with weights or without."""
 
     heads: Heads
     eps: float
-    q_weight: str
-    k_weight: str
+    q_weight: str | None
+    k_weight: str | None
     zero_centred_weight: bool = False
 
 

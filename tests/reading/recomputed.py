@@ -24,13 +24,13 @@ class Example(NamedTuple):
     kwargs: dict[str, Any] = {}  # noqa: RUF012 - nothing writes to it
 
     def detached(self) -> Example:
-        """The same call with inputs that are leaves, where they were computed of parameters."""
+        """The same call with random leaves in place of inputs that were computed of parameters."""
         made: dict[int, Tensor] = {}
 
         def leaf(x: Any) -> Any:
             if not isinstance(x, Tensor) or not x.requires_grad:
                 return x
-            return made.setdefault(id(x), x.detach().clone().requires_grad_())
+            return made.setdefault(id(x), torch.randn_like(x).requires_grad_())
 
         return Example(self.module, *map_leaves(leaf, (self.args, self.kwargs)))
 
