@@ -17,7 +17,7 @@ from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
-from .plain_modules import ColumnScale, LayerCache, Reorder, Transpose
+from .plain_modules import ColumnScale, LayerCache, Multiply, Reorder, Transpose
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -280,20 +280,25 @@ class Built:
     def residual(self, op: read.Residual) -> list[nn.Module]:
         return [Residual(*self._all(op.branch))]
 
-    def parallel(self, op: read.Parallel) -> list[nn.Module]:
+    def parallel(
+        self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
+    ) -> list[nn.Module]:
         """Each branch but the last is set aside, and the next begins with the input again."""
         ops: list[nn.Module] = []
-        sums: list[nn.Module] = []
+        joins: list[nn.Module] = []
         for branch in op.branches[:-1]:
             start, aside = PrivateChannel("input"), PrivateChannel("branch")
-            make, swap, add = basic.MakeExtraOutput(), basic.SwapExtra(), basic.AddExtraInput()
+            make, swap, joined = basic.MakeExtraOutput(), basic.SwapExtra(), join()
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
             swap.set_extra_output_channel(0, aside, output_to_caller=False)
-            add.set_extra_input_channel(0, aside)
+            joined.set_extra_input_channel(0, aside)  # type: ignore[operator]
             ops += [make, *self._all(branch), swap]
-            sums.append(add)
-        return [Sequential(*ops, *self._all(op.branches[-1]), *sums)]
+            joins.append(joined)
+        return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
+
+    def times(self, op: read.Times) -> list[nn.Module]:
+        return self.parallel(op, Multiply)
 
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
         return [Reorder(op.blocks, op.size)]
@@ -329,6 +334,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
     read.Scale: Built.scale,
+    read.Times: Built.times,
     read.Transpose: Built.transpose,
 }
 
@@ -358,6 +364,8 @@ def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:
         given = [t[..., : t.shape[-1] // 2] for t in given]
     elif op.repeated == "neighbours":
         given = [t[..., ::2] for t in given]
+    if op.backwards:
+        given[1] = -given[1]
     both = torch.stack(given).flatten(1, -2)
     return both.to(torch.promote_types(both.dtype, torch.float32))
 

@@ -35,6 +35,7 @@ from .operations import (
     Reading,
     Residual,
     Scale,
+    Times,
 )
 from .products import product_of
 from .projections import calls_returning, linear_of, only_tensor, vector_of
@@ -200,6 +201,12 @@ class _Grammar:
                     return self.gated(found)
                 except KeptError as why:
                     reason = reason or why
+        if len(product.values) == 2 and all(x.shape == v.shape for x in product.values):
+            with suppress(KeptError):
+                source, branches = self.branches(product.values, base)
+                step = Step((), source).followed_by(*branches)
+                times = Times(tuple(b.operations for b in branches))
+                return step._replace(operations=(times, *_scaled(product.factor)), path=())
         if reason is not None:
             raise reason
         if product.inverse_roots or product.values == (v,):
@@ -305,9 +312,7 @@ class _Grammar:
         if stream is None:
             raise KeptError(computed(v, "sums branches by"))
         others = [term for term in terms if term is not stream]
-        paths = [self.chain(term, stream).path for term in others]
-        shared = next(v for v in paths[0] if all(v in path for path in paths))
-        branches = [self.chain(term, shared) for term in others]
+        shared, branches = self.branches(others, stream)
         parallel = Parallel(tuple(b.operations for b in branches))
         step = self.chain(shared, stream)
         whole = step.followed_by(*branches)
@@ -315,6 +320,14 @@ class _Grammar:
         if len(others) < len(terms):
             operations = (Residual(operations),)
         return whole._replace(operations=operations, path=())
+
+    def branches(self, ends: Sequence[Value], base: Value | None) -> tuple[Value, list[Step]]:
+        """The last value that several are computed from, and how each of them is."""
+        paths = [self.chain(end, base).path for end in ends]
+        shared = next((v for v in paths[0] if all(v in path for path in paths)), None)
+        if shared is None:
+            raise KeptError(computed(ends[0], "joins branches of several inputs, one made by"))
+        return shared, [self.chain(end, shared) for end in ends]
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""

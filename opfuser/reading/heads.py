@@ -33,6 +33,7 @@ class Turn(NamedTuple):
     interleaved: bool
     tables: tuple[int, ...]
     repeated: str
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,10 +187,11 @@ def _turn_of(
         if of_tokens is None:
             continue
         got = computed_with(dict(zip(tables, _tables_of(angles, repeated, is_complex))))
-        for interleaved in (False, True):
-            if _equal(got, _turned(heads, of_tokens, interleaved)):
+        for interleaved, backwards in itertools.product((False, True), repeat=2):
+            angle = -of_tokens if backwards else of_tokens
+            if _equal(got, _turned(heads, angle, interleaved)):
                 numbers = tuple(map(values.dataflow.inputs.index, tables))
-                return Turn(2 * pairs, interleaved, numbers, repeated)
+                return Turn(2 * pairs, interleaved, numbers, repeated, backwards)
     return None
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Residual",
     "Rotary",
     "Scale",
+    "Times",
     "Transpose",
 ]
 
@@ -197,6 +198,7 @@ class Rotary:
         repeated: how a table holds an angle twice: ``"halves"`` (the second half repeats the
             first), ``"neighbours"`` (side by side), or ``"once"``. For the first two the reader
             relies on the caller that the repeated entries are equal.
+        backwards: whether heads turn by the negative angles.
     """
 
     heads: Heads
@@ -204,6 +206,7 @@ class Rotary:
     interleaved: bool
     tables: tuple[int, ...]
     repeated: str
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,6 +281,13 @@ class Parallel:
     branches: tuple[tuple[Operation, ...], ...]
 
 
+@dataclass(frozen=True)
+class Times:
+    """``y = f(x) g(x)``."""
+
+    branches: tuple[tuple[Operation, ...], ...]
+
+
 Operation = (
     Linear
     | Called
@@ -298,6 +308,7 @@ Operation = (
     | CrossAttention
     | Residual
     | Parallel
+    | Times
 )
 
 
