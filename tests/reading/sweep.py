@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
         return self.reading is not None and not called_in(self.reading)
 
 
-def outcomes_of(family: str, *, training: bool) -> Iterator[Outcome]:
+def outcomes_of(family: str, *, training: bool = False) -> list[Outcome]:
     """What is read of a family's modules, one of each class, the outer ones first.
 
     In training, dropouts have the probability 1, at which nothing is left to chance.
@@ -50,12 +50,15 @@ def outcomes_of(family: str, *, training: bool) -> Iterator[Outcome]:
         Exception: of many kinds, if no tiny model can be made or called.
     """
     model = model_of(family, dropout=1.0 if training else 0.0).train(training)
-    for path, example in calls_of(model):
-        try:
-            reading = read_of(example)
-            yield Outcome(path, example, reading, build(reading, example.module))
-        except KeptError as kept:
-            yield Outcome(path, example, None, None, kept.reason)
+    return [_outcome(path, example) for path, example in calls_of(model)]
+
+
+def _outcome(path: str, example: Example) -> Outcome:
+    try:
+        reading = read_of(example)
+        return Outcome(path, example, reading, build(reading, example.module))
+    except KeptError as kept:
+        return Outcome(path, example, None, None, kept.reason)
 
 
 def swept(family: str, counts: Counter[str], *, training: bool, mutants: bool) -> Iterator[str]:

@@ -30,8 +30,9 @@ _SIZES = {
     r".*lora_rank": 12,
     r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num": 2,
     r".*attention_heads|n_heads?|num_heads": 4,
-    r".*intermediate_size.*|n_inner|d_ff|.*ffn_dim|ffn_.*size|.*ffn_embed_dim|mlp_dim|mlp_hidden": 48,
-    r".*hidden_size|d_model|n_embd|dim|.*embed_dim|.*embedding_size|projection_dim|word_embed_proj_dim": 32,
+    r".*intermediate_size.*|n_inner|d_ff|.*ffn_dim|ffn_.*size|.*ffn_embed_dim|mlp_dim": 48,
+    r".*hidden_size|d_model|n_embd|dim|.*embed_dim|.*embedding_size|.*projection_dim": WIDTH,
+    r"word_embed_proj_dim": WIDTH,
     r"hidden_dim": 48,
     r"num_.*layers|n_layers?|encoder_layers|decoder_layers|.*_layers|depth": 2,
     r".*vocab_size": 64,
@@ -51,12 +52,13 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "codegen": {"n_ctx": 64, "rotary_dim": 4},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "distilbert": {"hidden_dim": 48},
+    "esm": {"vocab_size": 64},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4, "moe_layers": []},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "opt": {"ffn_dim": 48},
     "wav2vec2": {"conv_dim": [32, 32], "conv_kernel": [10, 3], "conv_stride": [5, 2]},
 }
@@ -149,10 +151,10 @@ def calls_of(model: Any, **inputs: Any) -> list[Found]:
         ValueError: none of the usual inputs fits the model.
     """
     errors = []
-    for given in [inputs] if inputs else _inputs_of(model):
+    for given in [inputs] if inputs else inputs_of(model):
         try:
             return list(_calls_of(model, given))
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001, PERF203 - whatever models raise for others' inputs
             errors.append(f"{type(error).__name__}: {error}")
     raise ValueError(errors[0])
 
@@ -181,7 +183,7 @@ def _calls_of(model: nn.Module, given: dict[str, Any]) -> Iterator[Found]:
         yield Found(path, example.detached())
 
 
-def _inputs_of(model: Any) -> list[dict[str, Tensor]]:
+def inputs_of(model: Any) -> list[dict[str, Tensor]]:
     """Calls of models, the likeliest first."""
     config = model.config
     torch.manual_seed(0)
