@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import is_number
 from .dataflow import Node, Value
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
@@ -38,7 +39,7 @@ class _Core:
     causal: bool = False
     dropout_p: float = 0.0
     softcap: float | None = None
-    mask: Value | None = None
+    masks: tuple[Value, ...] = ()
     sinks: str | None = None
 
 
@@ -104,7 +105,7 @@ def attention_of(
         core.causal,
         core.dropout_p,
         core.softcap,
-        () if core.mask is None else (_mask_of(values, core.mask),),
+        _masks_of(values, core.masks),
         None if update is None else update.kwargs["layer"],
         core.sinks,
     )
@@ -150,7 +151,8 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if op == "scaled_dot_product_attention":
         q, k, u, mask, p, causal, scale, _ = args
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        return _Core(q, k, u, False, scale, bool(causal), float(p), None, mask)
+        masks = () if mask is None else (mask,)
+        return _Core(q, k, u, False, scale, bool(causal), float(p), None, masks)
     if op != "matmul" or not all(isinstance(a, Value) for a in args):
         return None
     weights, u = args
@@ -167,12 +169,14 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     scores, name = _unshifted(values, args[0]), None
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
-    mask = None
+    masks: list[Value] = []
     op, args = values.term(scores)
-    if op == "add" and isinstance(args[1], Value):
+    while op == "add" and isinstance(args[1], Value):
         scores, mask = args if _is_input(values, args[1]) else args[::-1]
+        masks.insert(0, mask)
+        op, args = values.term(scores)
     core = _scores_of(values, scores)
-    return replace(core, v=u, dropout_p=p, mask=mask, sinks=name)
+    return replace(core, v=u, dropout_p=p, masks=tuple(masks), sinks=name)
 
 
 def _unshifted(values: Values, scores: Value) -> Value:
@@ -229,13 +233,43 @@ def _is_input(values: Values, v: Value) -> bool:
     return source is not None and source.origin == "input"
 
 
+def _masks_of(values: Values, summed: tuple[Value, ...]) -> tuple[Mask, ...]:
+    """The masks whose sum is added to scores, or the one bool mask that there is.
+
+    Raises:
+        KeptError: one is not an input, or they are joined in another way.
+    """
+    found = [mask for v in summed for mask in _parts_of(values, v)]
+    dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
+    if len(found) > 1 and any(
+        (dtype == torch.bool) != (mask.lowest is not None) for mask, dtype in zip(found, dtypes)
+    ):
+        raise KeptError("adds masks of attention that are not all numbers")
+    return tuple(found)
+
+
+def _parts_of(values: Values, v: Value) -> list[Mask]:
+    """The inputs that a mask is the sum of, or that choose between another one and a number."""
+    op, args = values.term(v)
+    if op == "add" and isinstance(args[1], Value):
+        return [part for a in args for part in _parts_of(values, a)]
+    if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
+        lowest = torch.finfo(v.meta.dtype).min
+        if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
+            return [
+                *_parts_of(values, args[1]),
+                replace(_mask_of(values, args[0]), lowest=lowest),
+            ]
+    return [_mask_of(values, v)]
+
+
 def _mask_of(values: Values, v: Value) -> Mask:
     """The input that a mask is."""
     mask = source_of(values, v)
     if mask is None or mask.origin != "input":
         raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
-    if mask.meta.requires_grad:
-        raise KeptError("has a mask of attention that needs a gradient")
+    if mask.requires_grad:
+        raise KeptError("has a bias of attention that needs a gradient")
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)

@@ -379,6 +379,10 @@ def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> T
             zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
             given = zeros.masked_fill_(given, -math.inf)
         leading = (slice(None), None, None) if mask.of_keys else (None,) * (4 - given.dim())
-        out = given[leading] if out is None else out + given[leading]
+        given = given[leading]
+        if out is None:
+            out = given
+        else:
+            out = out + given if mask.lowest is None else torch.where(given, out, mask.lowest)
     assert out is not None
     return out

@@ -49,7 +49,7 @@ __all__ = ["read"]
 
 @undisturbed()
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
-    """The operations that compute the one tensor that a forward returns.
+    """The operations that compute the one tensor that a forward returns besides its inputs.
 
     Args:
         dataflow: of the forward.
@@ -58,7 +58,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
     """
-    results = list(values_in(dataflow.result))
+    results = [v for v in values_in(dataflow.result) if v.origin != "input"]
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results

@@ -174,7 +174,7 @@ def _turn_of(
     generator: torch.Generator,
 ) -> Turn | None:
     """How heads (b, h, s, d) turn by tables of cosine and sine, or by complex numbers."""
-    if any(table.meta.requires_grad for table in tables):
+    if any(table.requires_grad for table in tables):
         raise KeptError("turns heads by tables that need a gradient")
     is_complex = tables[0].meta.is_complex()
     if len(tables) != (1 if is_complex else 2) or len({t.shape for t in tables}) > 1:

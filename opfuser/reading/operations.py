@@ -219,12 +219,14 @@ class Mask:
         hides: whether True hides a key; else a bool mask is True where a key is seen, and any other
             is added to the scores.
         of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
+        lowest: of a bool mask beside others, the number that stands in their sum where it hides.
     """
 
     input: int
     shape: tuple[int, ...]
     hides: bool = False
     of_keys: bool = False
+    lowest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Attention:
         causal: whether query i sees the keys up to i alone, counted from the first of each.
         dropout_p: of the weights.
         softcap: c of ``c tanh(s / c)``, or None.
-        masks: which all hide keys.
+        masks: what hides keys, or is added to the scores.
         cache: the number of the layer in a cache that extends keys and values, or None.
         sinks: the parameter that is a logit per head in the softmax, without a value, or None.
     """

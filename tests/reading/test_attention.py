@@ -259,6 +259,7 @@ def masked(rearranged: Callable[[Tensor], Tensor]) -> Any:
 
 ANGLES = angles(SIZE)
 
+WANTED = MASK.clone().requires_grad_()
 KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
     "stretched": ({"heads": on_both(stretched)}, ANGLES, "turns heads in an unknown way"),
     "queries alone": (
@@ -316,6 +317,12 @@ KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
         "order",
     ),
     "masked by scores": ({"core": products}, (), "in the scores of attention"),
+    "a mask with gradients": ({"core": masked(lambda mask: mask)}, (WANTED,), "needs a gradient"),
+    "tables with gradients": (
+        {"heads": on_both(lambda m, *given: turned(*given))},
+        tuple(t.clone().requires_grad_() for t in ANGLES),
+        "tables that need a gradient",
+    ),
     "a transposed mask": ({"core": masked(lambda mask: mask.mT)}, (MASK,), "rearranges its mask"),
     "a mask that is computed": ({"core": masked(torch.exp)}, (MASK,), "computes exp, in the mask"),
 }

@@ -104,11 +104,19 @@ def model_of(
     Raises:
         Exception: of many kinds, if no tiny model of a family can be made.
     """
-    config = config_of(family, dropout, **others)
+    return _made(transformers.AutoModel, config_of(family, dropout, **others), attention)
+
+
+def causal_model_of(family: str) -> nn.Module:
+    """A tiny causal language model, likewise, in training."""
+    return _made(transformers.AutoModelForCausalLM, config_of(family, 0.0), "sdpa").train()
+
+
+def _made(kind: Any, config: Any, attention: str) -> nn.Module:
     config.use_cache = False
     config._experts_implementation = "eager"
     torch.manual_seed(0)
-    make = transformers.AutoModel.from_config
+    make = kind.from_config
     try:
         model = make(config, attn_implementation=attention)
     except ValueError as error:
