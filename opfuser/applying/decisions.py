@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,8 @@ class Decision:
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
         masks: the numbers of the inputs that attention is masked with.
-        arrange: puts the output where the forward returns it; None if it returns nothing else.
+        arrange: puts the output, and inputs of the call, where the forward returns them; None if it
+            returns nothing else.
         changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
         calls: how many there were.
@@ -83,7 +84,7 @@ class Decision:
     reading: Reading | None = None
     built: Built | None = None
     masks: tuple[int, ...] = ()
-    arrange: Callable[[Tensor], Any] | None = None
+    arrange: Callable[[Tensor, Sequence[Tensor]], Any] | None = None
     changes: int = 0
     tried: bool = False
     calls: int = 0
@@ -137,7 +138,7 @@ class _Read:
     checks: Checks
     reading: Reading | None = None
     reason: str = ""
-    arrange: Callable[[Tensor], Any] | None = None
+    arrange: Callable[[Tensor, Sequence[Tensor]], Any] | None = None
     alone: bool = False
 
 
@@ -252,8 +253,9 @@ class Application:
         before = self._read_before[type(module)]
         before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
         try:
-            found.arrange = _arrangement(found.trace.dataflow.result)
-            found.reading = read(found.trace.dataflow, autocast_dtype(device_of(module, args, kwargs)))
+            found.arrange = _arrangement(found.trace.dataflow)
+            autocast = autocast_dtype(device_of(module, args, kwargs))
+            found.reading = read(found.trace.dataflow, autocast)
             _check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
         except Exception as error:  # noqa: BLE001 - as in `decide`
@@ -318,12 +320,13 @@ def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
         raise KeptError(f"holds {count - 1} modules, which are read by themselves")
 
 
-def _arrangement(result: Any) -> Callable[[Tensor], Any] | None:
-    """What puts the output where a forward returns it whose result was traced; None if alone.
+def _arrangement(dataflow: Dataflow) -> Callable[[Tensor, Sequence[Tensor]], Any] | None:
+    """What puts the output, and inputs, where a forward returns them; None if it is alone.
 
     Raises:
         KeptError: the result is of a type that cannot be told from its trace.
     """
+    result = dataflow.result
     if isinstance(result, Value):
         return None
 
@@ -337,12 +340,27 @@ def _arrangement(result: Any) -> Callable[[Tensor], Any] | None:
     check(result)
 
     # Without the values, which hold the whole dataflow.
-    places = map_leaves(lambda leaf: ... if isinstance(leaf, Value) else leaf, result)
+    numbers = {value: _Input(number) for number, value in enumerate(dataflow.inputs)}
+    places = map_leaves(
+        lambda leaf: numbers.get(leaf, ...) if isinstance(leaf, Value) else leaf, result
+    )
 
-    def arrange(y: Tensor) -> Any:
-        return map_leaves(lambda leaf: y if leaf is ... else leaf, places)
+    def arrange(y: Tensor, inputs: Sequence[Tensor]) -> Any:
+        def placed(leaf: Any) -> Any:
+            if type(leaf) is _Input:
+                return inputs[leaf.number]
+            return y if leaf is ... else leaf
+
+        return map_leaves(placed, places)
 
     return arrange
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Stands for an input of a call."""
+
+    number: int
 
 
 def _renumber(built: Built, traced: Reads, reads: Reads) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ..reading.operations import Called, MergedLinear, Operation, Parallel, Reading, Residual
+from ..reading.operations import Called, MergedLinear, Operation, Parallel, Reading, Residual, Times
 
 __all__ = ["children_called", "described", "operations_in"]
 
@@ -23,8 +23,10 @@ def _all(operations: Iterable[Operation]) -> str:
 def _text(op: Operation) -> str:
     if isinstance(op, Residual):
         return f"x + ({_all(op.branch)})"
-    if isinstance(op, Parallel):
-        return " + ".join(f"({_all(branch)})" for branch in op.branches)
+    if isinstance(op, (Parallel, Times)):
+        return (" + " if isinstance(op, Parallel) else " * ").join(
+            f"({_all(branch)})" for branch in op.branches
+        )
     if isinstance(op, MergedLinear):
         return f"MergedLinear x{len(op.projections)}"
     return f"'{op.path}'" if isinstance(op, Called) else type(op).__name__

@@ -192,7 +192,7 @@ class State:
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
         decision.tried = True
-        return y if decision.arrange is None else decision.arrange(y)
+        return y if decision.arrange is None else decision.arrange(y, inputs)
 
     def _new_kind(self, args: Any, kwargs: Any) -> tuple[_Kind | None, Given]:
         layout = layout_of(args, kwargs)

@@ -50,6 +50,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "rsqrt": {},
     "reciprocal": {},
     "mean": {"dim": None, "keepdim": False, "dtype": None},
+    "max": {"dim": None, "keepdim": False},
+    "cat": {"dim": 0},
     "var": {"dim": None, "unbiased": None, "keepdim": False, "correction": None},
     "silu": {"inplace": False},
     "relu": {"inplace": False},

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from .arguments import is_number
 from .dataflow import Node, Value
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
@@ -37,7 +39,8 @@ class _Core:
     causal: bool = False
     dropout_p: float = 0.0
     softcap: float | None = None
-    mask: Value | None = None
+    masks: tuple[Value, ...] = ()
+    sinks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,27 @@ class AttentionFound:
     """Attention, and the projections that its packed input consists of.
 
     Attributes:
-        operations: norm and rotation of heads, and attention itself.
-        sources: the outputs of the projections, side by side.
+        attention: of the packed heads.
+        steps: what orders, normalises and turns heads before.
+        sources: the outputs of the projections, side by side; of the queries alone if there is a
+            memory.
+        memory: the outputs of the projections of another input, which are keys and values.
+        memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
     """
 
-    operations: tuple[Operation, ...]
+    attention: Attention
+    steps: tuple[Operation, ...]
     sources: tuple[Value, ...]
+    memory: tuple[Value, ...]
+    memory_steps: tuple[Operation, ...]
     tokens: tuple[int, int]
     once: tuple[Node, ...]
 
 
 def attention_of(
-    values: Values, v: Value, is_projection: Callable[[Value], bool]
+    values: Values, v: Value, projected: Callable[[Value], Value | None]
 ) -> AttentionFound | None:
     """The attention whose heads a value joins; None if it joins none.
 
@@ -79,31 +89,44 @@ def attention_of(
     if update is not None:
         k_value, v_value, once = *update.args, (*once, update)
     transposed = core.transposed and update is None
-    q = heads_of(values, core.q, is_projection, shares=shares)
-    k = heads_of(values, k_value, is_projection, transposed=transposed)
-    u = heads_of(values, v_value, is_projection)
+    q = heads_of(values, core.q, projected, shares=shares)
+    k = heads_of(values, k_value, projected, transposed=transposed)
+    u = heads_of(values, v_value, projected)
     if u.steps or u.scale != 1:
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
-    if len({q.tokens, k.tokens, u.tokens}) > 1:
+    is_cross = q.x is not k.x and k.x is u.x
+    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
+        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
+    if q.tokens != k.tokens and not is_cross:
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    heads, sources, reorder = _packed(q, k, u)
+    queries, keys = [(q.source, q.columns)], [(f.source, _distinct(f)) for f in (k, u)]
+    heads = _sizes_of(*(columns for _, columns in (*queries, *keys)))
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
         core.causal,
         core.dropout_p,
         core.softcap,
-        () if core.mask is None else (_mask_of(values, core.mask),),
+        _masks_of(values, core.masks),
         None if update is None else update.kwargs["layer"],
+        core.sinks,
     )
-    return AttentionFound((*reorder, *_steps(q, k, heads), attention), sources, q.tokens, once)
+    memory: _Packed = ((), ())
+    if not is_cross:
+        sources, steps = _packed(heads, [*queries, *keys])
+        steps = *steps, *_steps(q, k, heads)
+    elif core.causal or update is not None or q.steps or k.steps:
+        raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
+    else:
+        (sources, steps), memory = _packed(heads, queries), _packed(heads, keys)
+    return AttentionFound(attention, steps, sources, *memory, q.tokens, once)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
-    masked = core.mask is not None and core.mask.shape[-2:-1] != (1,)
+    masked = any(mask.shape[-2:-1] != (1,) for mask in core.masks)
     alone = joined.shape[2] > 1 and math.prod(v.shape[:-1]) == joined.shape[0]
-    return alone and not core.causal and not masked
+    return alone and not core.causal and not masked and core.sinks is None
 
 
 def _nodes(v: Value) -> tuple[Node, ...]:
@@ -137,7 +160,8 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if op == "scaled_dot_product_attention":
         q, k, u, mask, p, causal, scale, _ = args
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        return _Core(q, k, u, False, scale, bool(causal), float(p), None, mask)
+        masks = () if mask is None else (mask,)
+        return _Core(q, k, u, False, scale, bool(causal), float(p), None, masks)
     if op != "matmul" or not all(isinstance(a, Value) for a in args):
         return None
     weights, u = args
@@ -146,13 +170,55 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if op == "dropout":
         weights, p = args[0], float(args[1])
         op, args = values.term(weights)
+    sinks = None
+    if op == "__getitem__":  # of weights beside which a sink had its own
+        sinks, (op, args) = args, values.term(args[0])
     if op != "softmax" or args[1] != -1:
         return None
-    scores, mask = args[0], None
+    scores, name = _unshifted(values, args[0]), None
+    if sinks is not None:
+        scores, name = _without_sinks(values, scores, sinks[1])
+    masks: list[Value] = []
     op, args = values.term(scores)
-    if op == "add" and isinstance(args[1], Value):
+    while op == "add" and isinstance(args[1], Value):
         scores, mask = args if _is_input(values, args[1]) else args[::-1]
-    return replace(_scores_of(values, scores), v=u, dropout_p=p, mask=mask)
+        masks.insert(0, mask)
+        op, args = values.term(scores)
+    core = _scores_of(values, scores)
+    return replace(core, v=u, dropout_p=p, masks=tuple(masks), sinks=name)
+
+
+def _unshifted(values: Values, scores: Value) -> Value:
+    """Scores whose maximum is subtracted, which softmax does not see; or themselves."""
+    op, args = values.term(scores)
+    if op == "sub" and isinstance(args[1], Value):
+        shift = args[1]
+        op, of = values.term(shift)
+        if op == "max" and of[1:] == (-1, True) and shift is shift.node.results[0]:
+            return args[0] if values.peel(of[0]) is values.peel(args[0]) else scores
+    return scores
+
+
+def _without_sinks(values: Values, scores: Value, index: Any) -> tuple[Value, str]:
+    """Scores, and the parameter that stands beside them as one more key of each head.
+
+    Args:
+        values: of the dataflow.
+        scores: both side by side.
+        index: of the weights that are taken.
+
+    Raises:
+        KeptError: there is anything else beside scores.
+    """
+    op, args = values.term(scores)
+    if op == "cat" and args[1:] == (-1,) and index == (..., slice(None, -1)) and len(args[0]) == 2:
+        inner, beside = args[0]
+        sinks = source_of(values, beside)
+        if sinks is not None and sinks.origin == "parameter" and beside.shape[-1] == 1:
+            of_heads = torch.arange(inner.shape[1]).view(1, -1, 1, 1).expand(beside.shape)
+            if sinks.shape == inner.shape[1:2] and origin_of(beside, sinks).equal(of_heads):
+                return inner, sinks.name
+    raise KeptError(computed(scores, "takes a part of the weights of attention, which it makes by"))
 
 
 def _scores_of(values: Values, scores: Value) -> _Core:
@@ -176,63 +242,86 @@ def _is_input(values: Values, v: Value) -> bool:
     return source is not None and source.origin == "input"
 
 
+def _masks_of(values: Values, summed: tuple[Value, ...]) -> tuple[Mask, ...]:
+    """The masks whose sum is added to scores, or the one bool mask that there is.
+
+    Raises:
+        KeptError: one is not an input, or they are joined in another way.
+    """
+    found = [mask for v in summed for mask in _parts_of(values, v)]
+    dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
+    if len(found) > 1 and any(
+        (dtype == torch.bool) != (mask.lowest is not None) for mask, dtype in zip(found, dtypes)
+    ):
+        raise KeptError("adds masks of attention that are not all numbers")
+    return tuple(found)
+
+
+def _parts_of(values: Values, v: Value) -> list[Mask]:
+    """The inputs that a mask is the sum of, or that choose between another one and a number."""
+    op, args = values.term(v)
+    if op == "add" and isinstance(args[1], Value):
+        return [part for a in args for part in _parts_of(values, a)]
+    if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
+        lowest = torch.finfo(v.meta.dtype).min
+        if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
+            return [
+                *_parts_of(values, args[1]),
+                replace(_mask_of(values, args[0]), lowest=lowest),
+            ]
+    return [_mask_of(values, v)]
+
+
 def _mask_of(values: Values, v: Value) -> Mask:
     """The input that a mask is."""
     mask = source_of(values, v)
     if mask is None or mask.origin != "input":
         raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
-    if mask.meta.requires_grad:
-        raise KeptError("has a mask of attention that needs a gradient")
+    if mask.requires_grad:
+        raise KeptError("has a bias of attention that needs a gradient")
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)
 
 
-class _Packed(NamedTuple):
-    """Heads, the projections whose columns they are, and what orders these if they are not."""
+def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
+    """Of the columns (heads, entries) of queries, keys and values."""
+    heads = Heads(len(q), len(k), q.shape[1], v.shape[1])
+    if len(k) != len(v) or heads.queries % heads.keys or k.shape[1] != heads.size:
+        raise KeptError("has numbers or sizes of heads that do not fit")
+    return heads
 
-    heads: Heads
-    sources: tuple[Value, ...]
-    reorder: tuple[Reorder, ...]
+
+_Packed = tuple[tuple[Value, ...], tuple[Operation, ...]]
+"""Projections, and what orders the columns of all of them if they are not."""
 
 
-def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> _Packed:
-    """Queries, keys and values one behind another in the columns of all projections."""
-    sources = tuple(dict.fromkeys([q.source, k.source, v.source]))
+def _packed(heads: Heads, parts: list[tuple[Value, Tensor]]) -> _Packed:
+    """What makes heads of several parts, one behind another: (projection, columns of heads)."""
+    sources = tuple(dict.fromkeys(source for source, _ in parts))
     starts, total = {}, 0
     for source in sources:
         starts[source] = total
         total += source.shape[-1]
-    keys, queries = _distinct(k), q.columns.shape[0]
-    heads = Heads(queries, keys, q.columns.shape[1], v.columns.shape[1])
-    if (
-        keys != _distinct(v)
-        or queries % keys
-        or k.columns.shape != (k.columns.shape[0], heads.size)
-    ):
-        raise KeptError("has numbers or sizes of heads that do not fit")
-    columns = [q.columns + starts[q.source]]
-    for found in (k, v):
-        columns.append(found.columns[:: found.columns.shape[0] // keys] + starts[found.source])
-    order = torch.cat([c.flatten() for c in columns])
+    order = torch.cat([columns.flatten() + starts[source] for source, columns in parts])
     if not torch.equal(order.sort().values, torch.arange(total)):
         raise KeptError("attends to a part of what its projections return")
     if torch.equal(order, torch.arange(total)):
-        return _Packed(heads, sources, ())
+        return sources, ()
     size = math.gcd(heads.size, heads.value_size)
     numbers = order[::size] // size
     if not torch.equal(order.view(-1, size), numbers[:, None] * size + torch.arange(size)):
         raise KeptError("has the entries of its heads in an unknown order")
-    return _Packed(heads, sources, (Reorder(tuple(numbers.tolist()), size),))
+    return sources, (Reorder(tuple(numbers.tolist()), size),)
 
 
-def _distinct(found: HeadsFound) -> int:
-    """The number of key or value heads, of which several queries' heads may read the same."""
+def _distinct(found: HeadsFound) -> Tensor:
+    """The columns of key or value heads, of which several queries' heads may read the same."""
     columns = found.columns
     share = int((columns == columns[:1]).all(-1).sum())
     if not torch.equal(columns, columns[::share].repeat_interleave(share, 0)):
         raise KeptError("repeats its heads in an unknown order")
-    return columns.shape[0] // share
+    return columns[::share]
 
 
 def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
@@ -252,6 +341,6 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     alike = replace(q, weight=None) == replace(k, weight=None)
-    if not alike or q.centred or q.weight is None or k.weight is None:
+    if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
         raise KeptError("opfuser has no operation for such norms of queries and keys")
     return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)

@@ -54,8 +54,7 @@ def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: 
     if hooked:
         result = map_leaves(mode.renewed, result)
         node = Node("call_module", module, call.args, call.kwargs, path)
-        mode.append(node, tensors_in(result))
-        mode.require_grad.update(map(id, node.results))
+        mode.append(node, tensors_in(result), requires_grad=True)
     call.end = len(flow.nodes)
     call.result = map_leaves(mode.value_of, result)
     if mode.versions(tensors) != versions:

@@ -18,7 +18,7 @@ from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import ColumnScale, Reorder, Transpose
+from .plain_modules import ColumnScale, Multiply, Reorder, Transpose
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -69,6 +69,20 @@ class Argument(NamedTuple):
     value: Callable[[Sequence[Any]], Any]
 
 
+class Memory(NamedTuple):
+    """What makes keys and values, side by side, of another input of a call.
+
+    Attributes:
+        sequence: that does.
+        input: the number of the input.
+        sizes: how many columns are keys, and how many values.
+    """
+
+    sequence: Sequential
+    input: int
+    sizes: tuple[int, int]
+
+
 class Built:
     """A sequence that computes what was read.
 
@@ -78,6 +92,7 @@ class Built:
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
         cached: attention that extends a cache, and the numbers of its layers there.
+        memories: what makes the extra inputs of the sequence, in their order.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module) -> None:
@@ -85,8 +100,9 @@ class Built:
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
+        self.memories: list[Memory] = []
         self._module = module
-        self._ones: list[nn.Module] = []
+        self._ones: list[tuple[nn.Module, str]] = []
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
@@ -94,8 +110,8 @@ class Built:
         """Takes over the parameters that the module has now."""
         for parameters, name, source, source_name in self.aliases:
             parameters[name] = source[source_name]
-        for op in self._ones:
-            self._set_ones(op)
+        for op, name in self._ones:
+            self._set_ones(op, name)
 
     def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
         """The output of a call.
@@ -109,7 +125,10 @@ class Built:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
         for attend, layer in self.cached:
             kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
-        return self.sequence(inputs[self.input], op_kwargs=kwargs)
+        extra = [
+            t for m in self.memories for t in m.sequence(inputs[m.input]).split(m.sizes, dim=-1)
+        ]
+        return self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
         return [module for op in operations for module in self._modules(op)]
@@ -128,13 +147,20 @@ class Built:
         source = self._module.get_submodule(holder)._parameters
         self.aliases.append(Alias(op._parameters, name, source, own))
 
-    def _set_ones(self, op: nn.Module) -> None:
+    def weight(self, op: nn.Module, name: str, path: str | None) -> None:
+        """As :meth:`alias`, for a norm, which has ones if the module's has no weight."""
+        if path is None:
+            self._ones.append((op, name))
+        else:
+            self.alias(op, name, path)
+
+    def _set_ones(self, op: nn.Module, name: str) -> None:
         """Gives a norm that has no weight one that changes nothing."""
         like = next(self._module.parameters(), torch.empty(0))
-        weight: Any = op._parameters["weight"]
+        weight: Any = op._parameters[name]
         if weight.device != like.device or weight.dtype != like.dtype:
             ones = torch.ones(weight.shape, dtype=like.dtype, device=like.device)
-            op._parameters["weight"] = nn.Parameter(ones, requires_grad=False)
+            op._parameters[name] = nn.Parameter(ones, requires_grad=False)
 
     # Operations
 
@@ -181,10 +207,7 @@ class Built:
         kind = basic.LayerNorm if op.centred else basic.RMSNorm
         zero_centred = op.zero_centred_weight
         made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
-        if op.weight is None:
-            self._ones.append(made)
-        else:
-            self.alias(made, "weight", op.weight)
+        self.weight(made, "weight", op.weight)
         if op.centred:
             self.alias(made, "bias", op.bias)
         return [made]
@@ -216,8 +239,8 @@ class Built:
             zero_centered_gamma=zero_centred,
             device="meta",
         )
-        self.alias(made, "q_weight", op.q_weight)
-        self.alias(made, "k_weight", op.k_weight)
+        self.weight(made, "q_weight", op.q_weight)
+        self.weight(made, "k_weight", op.k_weight)
         return [made]
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:
@@ -227,8 +250,9 @@ class Built:
         self.arguments.append(Argument(made, "tables", partial(_tables, op)))
         return [made]
 
-    def attention(self, op: read.Attention) -> list[nn.Module]:
+    def attention(self, op: read.Attention, layout: str = "packed") -> list[nn.Module]:
         heads = op.heads
+        other_values = layout == "packed" and heads.value_size != heads.size
         made = basic.DotProductAttention(
             heads.queries,
             heads.keys,
@@ -236,31 +260,46 @@ class Built:
             op.scale,
             dropout_p=op.dropout_p,
             softcap=op.softcap,
-            v_head_dim=None if heads.value_size == heads.size else heads.value_size,
+            layout=layout,
+            sinks=op.sinks is not None,
+            v_head_dim=heads.value_size if other_values else None,
+            device="meta",
         )
+        self.alias(made, "sinks", op.sinks)
         if op.masks:
             self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))
         return [made]
 
+    def cross_attention(self, op: read.CrossAttention) -> list[nn.Module]:
+        heads = op.attention.heads
+        sizes = heads.keys * heads.size, heads.keys * heads.value_size
+        self.memories.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
+        return self.attention(op.attention, "separate")
+
     def residual(self, op: read.Residual) -> list[nn.Module]:
         return [Residual(*self._all(op.branch))]
 
-    def parallel(self, op: read.Parallel) -> list[nn.Module]:
+    def parallel(
+        self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
+    ) -> list[nn.Module]:
         """Each branch but the last is set aside, and the next begins with the input again."""
         ops: list[nn.Module] = []
-        sums: list[nn.Module] = []
+        joins: list[nn.Module] = []
         for branch in op.branches[:-1]:
             start, aside = PrivateChannel("input"), PrivateChannel("branch")
-            make, swap, add = basic.MakeExtraOutput(), basic.SwapExtra(), basic.AddExtraInput()
+            make, swap, joined = basic.MakeExtraOutput(), basic.SwapExtra(), join()
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
             swap.set_extra_output_channel(0, aside, output_to_caller=False)
-            add.set_extra_input_channel(0, aside)
+            joined.set_extra_input_channel(0, aside)  # type: ignore[operator]
             ops += [make, *self._all(branch), swap]
-            sums.append(add)
-        return [Sequential(*ops, *self._all(op.branches[-1]), *sums)]
+            joins.append(joined)
+        return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
+
+    def times(self, op: read.Times) -> list[nn.Module]:
+        return self.parallel(op, Multiply)
 
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
         return [Reorder(op.blocks, op.size)]
@@ -283,6 +322,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Bias: Built.bias,
     read.Called: Built.called,
     read.ColumnScale: Built.column_scale,
+    read.CrossAttention: Built.cross_attention,
     read.Dropout: Built.dropout,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
@@ -295,6 +335,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
     read.Scale: Built.scale,
+    read.Times: Built.times,
     read.Transpose: Built.transpose,
 }
 
@@ -324,6 +365,8 @@ def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:
         given = [t[..., : t.shape[-1] // 2] for t in given]
     elif op.repeated == "neighbours":
         given = [t[..., ::2] for t in given]
+    if op.backwards:
+        given[1] = -given[1]
     both = torch.stack(given).flatten(1, -2)
     return both.to(torch.promote_types(both.dtype, torch.float32))
 
@@ -337,6 +380,10 @@ def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> T
             zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
             given = zeros.masked_fill_(given, -math.inf)
         leading = (slice(None), None, None) if mask.of_keys else (None,) * (4 - given.dim())
-        out = given[leading] if out is None else out + given[leading]
+        given = given[leading]
+        if out is None:
+            out = given
+        else:
+            out = out + given if mask.lowest is None else torch.where(given, out, mask.lowest)
     assert out is not None
     return out

@@ -24,6 +24,7 @@ class Value:
         meta: a tensor on the meta device with its shape, strides and dtype.
         node: the node that it is a result of.
         real: the tensor that a parameter, buffer or constant stands for.
+        requires_grad: whether the tensor does; a stand-in has no graph, which would keep it alive.
     """
 
     origin: Origin
@@ -31,6 +32,7 @@ class Value:
     meta: Tensor
     node: Node | None = None
     real: Tensor | None = None
+    requires_grad: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

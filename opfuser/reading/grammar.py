@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import attention_of
+from .attention import AttentionFound, attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .kept import KeptError
 from .norms import norm_of
@@ -22,6 +22,7 @@ from .operations import (
     Bias,
     Called,
     ColumnScale,
+    CrossAttention,
     Dropout,
     Gated,
     Linear,
@@ -34,6 +35,7 @@ from .operations import (
     Reading,
     Residual,
     Scale,
+    Times,
 )
 from .products import product_of
 from .projections import calls_returning, linear_of, only_tensor, vector_of
@@ -47,7 +49,7 @@ __all__ = ["read"]
 
 @undisturbed()
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
-    """The operations that compute the one tensor that a forward returns.
+    """The operations that compute the one tensor that a forward returns besides its inputs.
 
     Args:
         dataflow: of the forward.
@@ -56,7 +58,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
     """
-    results = list(values_in(dataflow.result))
+    results = [v for v in values_in(dataflow.result) if v.origin != "input"]
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results
@@ -199,6 +201,12 @@ class _Grammar:
                     return self.gated(found)
                 except KeptError as why:
                     reason = reason or why
+        if len(product.values) == 2 and all(x.shape == v.shape for x in product.values):
+            with suppress(KeptError):
+                source, branches = self.branches(product.values, base)
+                step = Step((), source).followed_by(*branches)
+                times = Times(tuple(b.operations for b in branches))
+                return step._replace(operations=(times, *_scaled(product.factor)), path=())
         if reason is not None:
             raise reason
         if product.inverse_roots or product.values == (v,):
@@ -244,14 +252,21 @@ class _Grammar:
             return called[0]
         raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
 
-    def is_projection(self, v: Value) -> bool:
-        if linear_of(self.values, v) is not None:
-            return True
-        norm = norm_of(self.values, v, None)
-        return norm is not None and linear_of(self.values, norm.x) is not None
+    def projected(self, v: Value) -> Value | None:
+        """The input of a projection, of what it returns; None for other values."""
+        found = linear_of(self.values, v)
+        if found is None:
+            norm = norm_of(self.values, v, None)
+            found = None if norm is None else linear_of(self.values, norm.x)
+        return None if found is None else self.values.peel(found.x)
 
-    def is_called(self, v: Value) -> bool:
-        return self.is_projection(v) or bool(calls_returning(self.values.dataflow, [v]))
+    def called(self, v: Value) -> Value | None:
+        """As :meth:`projected`, where a child that is called may be a projection too."""
+        x, calls = self.projected(v), calls_returning(self.values.dataflow, [v])
+        if x is not None or not calls:
+            return x
+        of = only_tensor(calls[0])
+        return None if of is None else self.values.peel(of)
 
     def merged(self, outputs: Sequence[Value], what: str) -> Step:
         """Projections of one input, side by side."""
@@ -297,9 +312,7 @@ class _Grammar:
         if stream is None:
             raise KeptError(computed(v, "sums branches by"))
         others = [term for term in terms if term is not stream]
-        paths = [self.chain(term, stream).path for term in others]
-        shared = next(v for v in paths[0] if all(v in path for path in paths))
-        branches = [self.chain(term, shared) for term in others]
+        shared, branches = self.branches(others, stream)
         parallel = Parallel(tuple(b.operations for b in branches))
         step = self.chain(shared, stream)
         whole = step.followed_by(*branches)
@@ -307,6 +320,14 @@ class _Grammar:
         if len(others) < len(terms):
             operations = (Residual(operations),)
         return whole._replace(operations=operations, path=())
+
+    def branches(self, ends: Sequence[Value], base: Value | None) -> tuple[Value, list[Step]]:
+        """The last value that several are computed from, and how each of them is."""
+        paths = [self.chain(end, base).path for end in ends]
+        shared = next((v for v in paths[0] if all(v in path for path in paths)), None)
+        if shared is None:
+            raise KeptError(computed(ends[0], "joins branches of several inputs, one made by"))
+        return shared, [self.chain(end, shared) for end in ends]
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""
@@ -334,15 +355,45 @@ class _Grammar:
         if not is_layout(self.values, v):
             return None
         try:
-            found = attention_of(self.values, v, self.is_projection)
-        except KeptError:
+            found = attention_of(self.values, v, self.projected)
+        except KeptError as why:
             # A child that is called, such as a linear module with an adapter, may be a projection.
-            found = attention_of(self.values, v, self.is_called)
+            with suppress(KeptError):
+                return self.attended(attention_of(self.values, v, self.called), base)
+            raise why from None
+        return self.attended(found, base)
+
+    def attended(self, found: AttentionFound | None, base: Value | None) -> Step | None:
+        """Attention, after the projections of what it attends to."""
         if found is None:
             return None
         step = self.merged(found.sources, "queries, keys or values")
-        tokens = frozenset({found.tokens})
-        return step.followed_by(Step(found.operations, step.source, (), tokens, found.once))
+        attend: Operation = found.attention
+        once = found.once
+        if found.memory:
+            memory = self.memory(found, base)
+            number = self.values.dataflow.inputs.index(memory.source)
+            attend, once = (
+                CrossAttention(found.attention, number, memory.operations),
+                once + memory.once,
+            )
+        operations = *found.steps, attend
+        return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+
+    def memory(self, found: AttentionFound, base: Value | None) -> Step:
+        """What makes keys and values of another input.
+
+        Raises:
+            KeptError: they are made of the stream too, or something is not explained.
+        """
+        merged = self.merged(found.memory, "keys or values")
+        if base is not None and self.values.is_ancestor(base, merged.source):
+            raise KeptError(computed(self.values.peel(merged.source), "attends to keys of"))
+        before = self.chain(merged.source, None, is_rounded=True)
+        step = before.followed_by(merged, Step(found.memory_steps, merged.source))
+        if step.tokens or step.written:
+            raise KeptError(computed(merged.source, "attends to what attends itself, made by"))
+        return step
 
 
 def _drawn(v: Value) -> tuple[Node, ...]:

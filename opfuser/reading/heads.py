@@ -33,6 +33,7 @@ class Turn(NamedTuple):
     interleaved: bool
     tables: tuple[int, ...]
     repeated: str
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class HeadsFound:
 
     Attributes:
         source: the output of a projection: a row of columns for each token.
+        x: the input of the projection.
         tokens: b and s.
         columns: (h, d), the columns that are the entries of each head.
         steps: what is done to heads, first to last.
@@ -48,6 +50,7 @@ class HeadsFound:
     """
 
     source: Value
+    x: Value
     tokens: tuple[int, int]
     columns: Tensor
     steps: tuple[Norm | Turn, ...]
@@ -57,7 +60,7 @@ class HeadsFound:
 def heads_of(
     values: Values,
     v: Value,
-    is_projection: Callable[[Value], bool],
+    projected: Callable[[Value], Value | None],
     *,
     transposed: bool = False,
     shares: bool = False,
@@ -67,7 +70,7 @@ def heads_of(
     Args:
         values: of the dataflow.
         v: the heads (b, h, s, d), or (b, h, d, s) if they are ``transposed``.
-        is_projection: whether a value is the output of a projection.
+        projected: the input of a projection, of what it returns; None for others.
         transposed: as products with keys read them.
         shares: whether they are (b, g, h, d), of one token each, h of them beside a head of keys.
 
@@ -83,18 +86,19 @@ def heads_of(
     steps: list[Norm | Turn] = []
     scale = 1.0
     while True:
-        piece = _piece_of(values, v, is_projection, places)
-        if piece.factor != 1 and any(isinstance(step, Norm) for step in steps):
-            raise KeptError(computed(v, "scales heads before their norm by"))
-        scale *= piece.factor
-        steps += [piece.turn] if piece.turn else []
+        piece = _piece_of(values, v, projected, places)
         source, places = piece.source, piece.places
-        if is_projection(source):
+        x, found = projected(source), norm_of(values, source, None)
+        factor = piece.factor if found is None or x is not None else piece.factor * found.factor
+        if factor != 1 and any(isinstance(step, Norm) for step in steps):
+            raise KeptError(computed(v, "scales heads before their norm by"))
+        scale *= factor
+        steps += [piece.turn] if piece.turn else []
+        if x is not None:
             columns = _columns(places, source)
-            return HeadsFound(source, tokens, columns, tuple(steps[::-1]), scale)
-        found = norm_of(values, source, None)
+            return HeadsFound(source, x, tokens, columns, tuple(steps[::-1]), scale)
         assert found is not None  # which made it a leaf
-        if found.factor != 1 or not _are_rows(places, found.norm.shape):
+        if not _are_rows(places, found.norm.shape):
             raise KeptError(computed(source, "normalises other than single heads by"))
         steps.append(found.norm)
         v = found.x
@@ -110,12 +114,12 @@ class _Piece(NamedTuple):
 
 
 def _piece_of(
-    values: Values, v: Value, is_projection: Callable[[Value], bool], places: Tensor
+    values: Values, v: Value, projected: Callable[[Value], Value | None], places: Tensor
 ) -> _Piece:
     """Follows heads, whose entries are at ``places`` of a value, to the last thing computed."""
 
     def is_leaf(at: Value) -> bool:
-        return is_projection(at) or norm_of(values, at, None) is not None
+        return projected(at) is not None or norm_of(values, at, None) is not None
 
     leaves = leaves_of(values, v, is_leaf)
     tables = [leaf for leaf in leaves if leaf.origin == "input"]
@@ -173,7 +177,7 @@ def _turn_of(
     generator: torch.Generator,
 ) -> Turn | None:
     """How heads (b, h, s, d) turn by tables of cosine and sine, or by complex numbers."""
-    if any(table.meta.requires_grad for table in tables):
+    if any(table.requires_grad for table in tables):
         raise KeptError("turns heads by tables that need a gradient")
     is_complex = tables[0].meta.is_complex()
     if len(tables) != (1 if is_complex else 2) or len({t.shape for t in tables}) > 1:
@@ -186,10 +190,11 @@ def _turn_of(
         if of_tokens is None:
             continue
         got = computed_with(dict(zip(tables, _tables_of(angles, repeated, is_complex))))
-        for interleaved in (False, True):
-            if _equal(got, _turned(heads, of_tokens, interleaved)):
+        for interleaved, backwards in itertools.product((False, True), repeat=2):
+            angle = -of_tokens if backwards else of_tokens
+            if _equal(got, _turned(heads, angle, interleaved)):
                 numbers = tuple(map(values.dataflow.inputs.index, tables))
-                return Turn(2 * pairs, interleaved, numbers, repeated)
+                return Turn(2 * pairs, interleaved, numbers, repeated, backwards)
     return None
 
 

@@ -10,6 +10,7 @@ __all__ = [
     "Bias",
     "Called",
     "ColumnScale",
+    "CrossAttention",
     "Dropout",
     "Gated",
     "HeadNorm",
@@ -27,6 +28,7 @@ __all__ = [
     "Residual",
     "Rotary",
     "Scale",
+    "Times",
     "Transpose",
 ]
 
@@ -175,12 +177,12 @@ class Transpose:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """The root-mean-square norm of each query and each key head."""
+    """The root-mean-square norm of each query and each key head, with weights or without."""
 
     heads: Heads
     eps: float
-    q_weight: str
-    k_weight: str
+    q_weight: str | None
+    k_weight: str | None
     zero_centred_weight: bool = False
 
 
@@ -196,6 +198,7 @@ class Rotary:
         repeated: how a table holds an angle twice: ``"halves"`` (the second half repeats the
             first), ``"neighbours"`` (side by side), or ``"once"``. For the first two the reader
             relies on the caller that the repeated entries are equal.
+        backwards: whether heads turn by the negative angles.
     """
 
     heads: Heads
@@ -203,6 +206,7 @@ class Rotary:
     interleaved: bool
     tables: tuple[int, ...]
     repeated: str
+    backwards: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,12 +219,14 @@ class Mask:
         hides: whether True hides a key; else a bool mask is True where a key is seen, and any other
             is added to the scores.
         of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
+        lowest: of a bool mask beside others, the number that stands in their sum where it hides.
     """
 
     input: int
     shape: tuple[int, ...]
     hides: bool = False
     of_keys: bool = False
+    lowest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -233,8 +239,9 @@ class Attention:
         causal: whether query i sees the keys up to i alone, counted from the first of each.
         dropout_p: of the weights.
         softcap: c of ``c tanh(s / c)``, or None.
-        masks: which all hide keys.
+        masks: what hides keys, or is added to the scores.
         cache: the number of the layer in a cache that extends keys and values, or None.
+        sinks: the parameter that is a logit per head in the softmax, without a value, or None.
     """
 
     heads: Heads
@@ -244,6 +251,22 @@ class Attention:
     softcap: float | None = None
     masks: tuple[Mask, ...] = ()
     cache: int | None = None
+    sinks: str | None = None
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Attention of queries, which it is given, to keys and values of another input.
+
+    Attributes:
+        attention: whose packed heads are the queries, and what the memory makes.
+        input: the number of the other input.
+        memory: operations that make keys and values of it, packed in this order.
+    """
+
+    attention: Attention
+    input: int
+    memory: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
@@ -256,6 +279,13 @@ class Residual:
 @dataclass(frozen=True)
 class Parallel:
     """``y = f(x) + g(x) + ...``."""
+
+    branches: tuple[tuple[Operation, ...], ...]
+
+
+@dataclass(frozen=True)
+class Times:
+    """``y = f(x) g(x)``."""
 
     branches: tuple[tuple[Operation, ...], ...]
 
@@ -277,8 +307,10 @@ Operation = (
     | HeadNorm
     | Rotary
     | Attention
+    | CrossAttention
     | Residual
     | Parallel
+    | Times
 )
 
 

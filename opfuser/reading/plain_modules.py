@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-__all__ = ["ColumnScale", "Reorder", "Transpose"]
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..op import BasicOperation, Dtypes
+
+__all__ = ["ColumnScale", "Multiply", "Reorder", "Transpose"]
 
 
 class Reorder(nn.Module):
@@ -41,6 +47,42 @@ class ColumnScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, scaled."""
         return x * self.weight.to(x.dtype)
+
+
+class Multiply(BasicOperation):
+    """The product with an extra input of the same shape; both are saved."""
+
+    num_extra_inputs: int = 1
+
+    class Saved(NamedTuple):
+        input: Tensor
+        extra: Tensor
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return torch.promote_types(dtypes.input, dtypes.extra_inputs[0])
+
+    def fuser_forward(
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        extra, ctx = given["basic_op_extra_inputs"][0][0], basic_op_ctxs[0]
+        assert extra is not None
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(input_, extra))
+        return input_ * extra, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Contexts,
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
+        x, extra = basic_op_ctxs[0].saved_tensors
+        dx, dextra = grad_output * extra, grad_output * x
+        return dx.to(x.dtype), [()], [(dextra.to(extra.dtype),)]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return input_ * extra_inputs[0]
 
 
 class Transpose(nn.Module):

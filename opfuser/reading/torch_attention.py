@@ -108,7 +108,7 @@ def _masks_of(
             if not hides or zeros.node.args[:1] != (v,) or v.meta.dtype != torch.bool:
                 raise KeptError(computed(made, "makes a mask of attention by"))
             written.append(made.node)
-        if v.origin != "input" or len(v.shape) != 2 or v.meta.requires_grad:
+        if v.origin != "input" or len(v.shape) != 2 or v.requires_grad:
             raise KeptError(computed(v, "has a mask of attention that"))
         masks.append(Mask(values.dataflow.inputs.index(v), v.shape, hides, of_keys))
     return tuple(masks), tuple(written), causal

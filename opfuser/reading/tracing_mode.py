@@ -71,7 +71,6 @@ class TracingMode(TorchFunctionMode):
         for path, buffer in root.named_buffers():
             self.names.setdefault(id(buffer), ("buffer", path))
         self.values: dict[int, Value] = {}
-        self.require_grad: set[int] = set()  # values; no stand-in has a graph, which would save it
         self.foreign: dict[int, str] = {}  # why a value may not be what it seems
         self.kept_alive: list[Any] = []  # so that no id occurs twice
 
@@ -121,9 +120,8 @@ class TracingMode(TorchFunctionMode):
             meta = torch.empty_strided(
                 t.shape, t.stride(), dtype=t.dtype, device=self.stand_in_device
             )
-        value = Value(origin, name, meta, real=None if origin == "input" else t)
-        if t.requires_grad:
-            self.require_grad.add(id(value))
+        real = None if origin == "input" else t
+        value = Value(origin, name, meta, real=real, requires_grad=t.requires_grad)
         if not (is_plain(t) or is_dtensor(t)):
             self.foreign[id(value)] = f"computes with a {type(t).__name__}"
         if origin != "input":
@@ -213,7 +211,7 @@ class TracingMode(TorchFunctionMode):
         if op in OF_STRIDES or graph:
             self.note_effect(f"asks for {op}")
         if op == "requires_grad":
-            return id(value) in self.require_grad
+            return value.requires_grad
         if op in ("shape", "size"):
             shape = self.sizes.shape(value.shape, value.origin == "input")
             where = [*args[1:], *kwargs.values()]
@@ -239,20 +237,19 @@ class TracingMode(TorchFunctionMode):
         elif not results:
             effects.append(f"calls {op}")
         enabled = torch.is_grad_enabled()
-        differentiated = any(id(v) in self.require_grad for v in values)
+        differentiated = any(v.requires_grad for v in values)
         if enabled != self.grad_enabled and differentiated:
             effects.append(f"computes {op} with gradients switched")
         if autocasts(self.device) != self.autocast:
             effects.append(f"computes {op} with autocast switched")
         node.effect = ", ".join(effects)
-        self.append(node, results)
-        if enabled and differentiated and keeps_gradients(op):
-            self.require_grad.update(map(id, node.results))
+        self.append(node, results, enabled and differentiated and keeps_gradients(op))
 
-    def append(self, node: Node, results: list[Tensor]) -> None:
+    def append(self, node: Node, results: list[Tensor], requires_grad: bool = False) -> None:
         number = len(self.dataflow.nodes)
         for index, tensor in enumerate(results):
-            value = Value("node", f"{node.op}#{number}.{index}", tensor, node)
+            name = f"{node.op}#{number}.{index}"
+            value = Value("node", name, tensor, node, requires_grad=requires_grad)
             node.results.append(value)
             self.values[id(tensor)] = value
             self.kept_alive.append(tensor)
@@ -282,8 +279,7 @@ class TracingMode(TorchFunctionMode):
         number = next(i for i, c in enumerate(self.caches) if c is cache)
         path = self.paths.get(id(holder))
         self.updates.append(Update(number, path, layer, known or str(queries)))
-        self.append(node, list(results))
-        self.require_grad.update(map(id, node.results))
+        self.append(node, list(results), requires_grad=True)
         return results
 
     def versions(self, tensors: list[Tensor]) -> list[int]:

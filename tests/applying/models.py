@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from opfuser.applying import Report
 
-from ..reading.families import LENGTH, WIDTH, NanoGPTBlock, model_of, randomised
+from ..reading.families import NanoGPTBlock
+from ..reading.tiny import LENGTH, WIDTH, model_of, randomised
 
 IDS = torch.tensor([[3, 5, 9, 11, 4, 7, 8], [21, 3, 3, 40, 12, 6, 2]])
 

@@ -7,7 +7,7 @@ import pytest
 import opfuser
 from opfuser.applying import report
 
-from ..reading.families import model_of
+from ..reading.tiny import model_of
 from .models import MODELS, WHOLE, assert_equal_steps, inputs_of, paths, step
 
 

@@ -5,57 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .recomputed import Example
+from .tiny import BATCH, LENGTH, WIDTH, inputs_of, randomised
 
-transformers = pytest.importorskip("transformers")
-
-BATCH, LENGTH, WIDTH = 2, 7, 32
-_SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
-_DECODER = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
-_GPT2 = {"n_embd": WIDTH, "n_inner": 48, "n_layer": 2, "n_head": 4, "vocab_size": 64}
-_DISTILBERT = {"dim": WIDTH, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 64}
-_VISION = {**_SIZES, "image_size": 8, "patch_size": 4}
-_OF_THEIR_OWN = {"gpt2": _GPT2, "distilbert": _DISTILBERT}
 # Families whose norms or softmax are computed in fp32 whatever the dtype of the model.
 IN_FP32 = frozenset(
     """arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 granite helium
     hunyuan_v1_dense llama mistral olmo olmo2 phi3 qwen2 qwen3 seed_oss smollm3""".split()
 )
 VISION = frozenset({"vit", "clip_vision_model", "siglip_vision_model", "deit"})
-
-
-def model_of(family: str, attention: str = "sdpa", **others: Any) -> nn.Module:
-    """A model of transformers in fp64 with random parameters."""
-    sizes = _OF_THEIR_OWN.get(family, _VISION if family in VISION else _DECODER)
-    config = transformers.AutoConfig.for_model(family, **{**sizes, **others})
-    config.use_cache = False
-    if family == "opt":
-        config.ffn_dim, config.word_embed_proj_dim = 48, WIDTH
-    torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModel.from_config(config, attn_implementation=attention)
-    return randomised(model)
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """The module in fp64, none of its parameters being 0 or 1."""
-    module.double()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return module
 
 
 def layer_of(model: nn.Module, **inputs: Any) -> Example:
@@ -66,7 +28,7 @@ def layer_of(model: nn.Module, **inputs: Any) -> Example:
         lambda module, args, kwargs: calls.append(Example(module, args, kwargs)), with_kwargs=True
     )
     with torch.no_grad():
-        model(**(inputs or _inputs_of(model)))
+        model(**(inputs or inputs_of(model)[0]))
     handle.remove()
     call = calls[0]
     x = stream().requires_grad_() if VISION.isdisjoint({model.config.model_type}) else None
@@ -76,13 +38,6 @@ def layer_of(model: nn.Module, **inputs: Any) -> Example:
     if call.args:
         return call._replace(args=(x, *call.args[1:]))
     return call._replace(kwargs={**call.kwargs, "hidden_states": x})
-
-
-def _inputs_of(model: Any) -> dict[str, Tensor]:
-    if hasattr(model.config, "image_size"):
-        size = model.config.image_size
-        return {"pixel_values": torch.randn(BATCH, 3, size, size, dtype=torch.float64)}
-    return {"input_ids": torch.randint(3, 60, (BATCH, LENGTH))}
 
 
 def stream(*shape: int) -> Tensor:

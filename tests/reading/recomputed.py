@@ -23,6 +23,17 @@ class Example(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = {}  # noqa: RUF012 - nothing writes to it
 
+    def detached(self) -> Example:
+        """The same call with random leaves in place of inputs that were computed of parameters."""
+        made: dict[int, Tensor] = {}
+
+        def leaf(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.requires_grad:
+                return x
+            return made.setdefault(id(x), torch.randn_like(x).requires_grad_())
+
+        return Example(self.module, *map_leaves(leaf, (self.args, self.kwargs)))
+
     def inputs(self) -> list[Tensor]:
         """The tensors of the call, each once."""
         found: dict[int, Tensor] = {}
@@ -75,7 +86,7 @@ def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> N
     (want,) = [t for t in (want if isinstance(want, tuple) else (want,)) if t is not None]
     got = built(inputs)
     _assert_close("the output", got, want, rtol)
-    leaves = [inputs[built.input], *example.module.parameters()]
+    leaves = [*inputs, *example.module.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     weights = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).cos().view(want.shape)
     grads = [

@@ -14,11 +14,21 @@ from torch.nn import functional as F
 from opfuser.reading.construction import build
 from opfuser.reading.grammar import read
 from opfuser.reading.kept import KeptError
-from opfuser.reading.operations import Attention, HeadNorm, Heads, Mask, Reorder, Rotary
+from opfuser.reading.operations import (
+    Attention,
+    CrossAttention,
+    HeadNorm,
+    Heads,
+    Mask,
+    Reorder,
+    Rotary,
+    Times,
+)
 from opfuser.reading.tracer import trace
 
-from .families import BATCH, LENGTH, layer_of, model_of, stream, transformers
+from .families import layer_of, stream
 from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
+from .tiny import BATCH, LENGTH, model_of, transformers
 
 HEADS, KEYS, SIZE = 4, 2, 8
 WIDTH = HEADS * SIZE
@@ -95,6 +105,9 @@ def angles(size: int) -> tuple[Tensor, Tensor]:
     return whole.cos(), whole.sin()
 
 
+MASK = torch.randn(BATCH, 1, LENGTH, LENGTH, dtype=torch.float64)
+
+
 def test_scaled_queries_and_repeated_keys_are_read() -> None:
     def heads(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
         q, k, v = split(m, x)
@@ -147,6 +160,74 @@ def test_a_part_of_heads_that_turns_after_a_norm_is_read() -> None:
     assert found(example, HeadNorm) == HeadNorm(sizes, 1e-5, "q_scale", "k_scale")
 
 
+def test_heads_that_turn_backwards_before_a_norm_are_read() -> None:
+    def heads(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        q, k = (turned(t, cos, -sin) for t in (q, k))
+        return 1.5 * F.rms_norm(q, (SIZE,), None, 1e-5), F.rms_norm(k, (SIZE,), None, 1e-5), v
+
+    example = example_of(*angles(SIZE), heads=heads)
+    sizes = Heads(HEADS, KEYS, SIZE, SIZE)
+    assert found(example, Rotary) == Rotary(sizes, SIZE, False, (1, 2), "halves", backwards=True)
+    assert found(example, HeadNorm) == HeadNorm(sizes, 1e-5, None, None)
+    assert found(example, Attention).scale == 1.5 * SIZE**-0.5
+
+
+def of_memory(m: Attends, x: Tensor, memory: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = split(m, x)[0], *split(m, memory)[1:]
+    return q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_to_another_input_is_read(fused: bool, masked: bool) -> None:
+    def heads(m: Attends, x: Tensor, memory: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        memory = F.layer_norm(memory, (WIDTH,)) * 0.5
+        if not fused:
+            return of_memory(m, x, memory)
+        q, v, k = m.q(x), *m.qkv(memory)[..., : 2 * WIDTH].chunk(2, -1)
+        return tuple(t.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for t in (q, k, v))
+
+    def core(q: Tensor, k: Tensor, v: Tensor, memory: Tensor, *masks: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, *masks, scale=0.5)
+
+    masks = [torch.rand(BATCH, 1, LENGTH, LENGTH + 4) > 0.3] if masked else []
+    memory = torch.randn(BATCH, LENGTH + 4, WIDTH, dtype=torch.float64, requires_grad=True)
+    example = example_of(memory, *masks, heads=heads, core=core)
+    if fused:
+        with pytest.raises(KeptError, match="a part of what its projections return"):
+            read_of(example)
+        example.module.qkv = nn.Linear(WIDTH, 2 * WIDTH).double()
+    kind = found(example, CrossAttention)
+    assert (kind.input, kind.attention.scale, len(kind.attention.masks)) == (1, 0.5, masked)
+    assert kind.attention.heads == Heads(HEADS, HEADS if fused else KEYS, SIZE, SIZE)
+
+
+def test_sinks_are_read() -> None:
+    def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        sinks = example.module.sinks.view(1, -1, 1, 1).expand(BATCH, -1, LENGTH, 1)
+        scores = torch.cat([q @ k.mT * 0.3 + mask, sinks], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return F.dropout(scores.softmax(-1)[..., :-1], 0.5, False) @ v
+
+    example = example_of(MASK, core=core)
+    example.module.sinks = nn.Parameter(torch.randn(HEADS, dtype=torch.float64))
+    assert found(example, Attention).sinks == "sinks"
+    example.module.sinks = nn.Parameter(torch.randn(1, HEADS, dtype=torch.float64))
+    with pytest.raises(KeptError, match="takes a part of the weights of attention"):
+        read_of(example)
+
+
+def test_a_gate_of_what_attention_returns_is_read() -> None:
+    def join(y: Tensor) -> Tensor:
+        return joined(y) * 3 * torch.sigmoid(example.module.qkv(example.args[0]))
+
+    example = example_of(join=join)
+    example.module.qkv = nn.Linear(WIDTH, WIDTH).double()
+    assert len(found(example, Times).branches) == 2
+
+
 def test_what_is_around_a_reading_does_not_matter() -> None:
     dataflow = trace(*layer_of(model_of("gpt_neox").eval())).dataflow
     want = read(dataflow)
@@ -154,8 +235,8 @@ def test_what_is_around_a_reading_does_not_matter() -> None:
         assert read(dataflow) == want
 
 
-def backwards(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return turned(x, cos, -sin)
+def stretched(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(x, cos, 2 * sin)
 
 
 def of_the_module(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -177,9 +258,10 @@ def masked(rearranged: Callable[[Tensor], Tensor]) -> Any:
 
 
 ANGLES = angles(SIZE)
-MASK = torch.randn(BATCH, 1, LENGTH, LENGTH, dtype=torch.float64)
+
+WANTED = MASK.clone().requires_grad_()
 KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
-    "backwards": ({"heads": on_both(backwards)}, ANGLES, "turns heads in an unknown way"),
+    "stretched": ({"heads": on_both(stretched)}, ANGLES, "turns heads in an unknown way"),
     "queries alone": (
         {"heads": lambda m, x, *t: (turned(split(m, x)[0], *t), *split(m, x)[1:])},
         ANGLES,
@@ -219,8 +301,13 @@ KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
         (),
         "computes pad",
     ),
-    "keys of another input": (
+    "earlier keys of another input": (
         {"heads": lambda m, x, y: (split(m, x)[0], *split(m, y)[1:])},
+        (stream(),),
+        "hides keys of an input",
+    ),
+    "values of another input": (
+        {"heads": lambda m, x, y: (*split(m, x)[:2], split(m, y)[2])},
         (stream(),),
         "of another input",
     ),
@@ -230,6 +317,12 @@ KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
         "order",
     ),
     "masked by scores": ({"core": products}, (), "in the scores of attention"),
+    "a mask with gradients": ({"core": masked(lambda mask: mask)}, (WANTED,), "needs a gradient"),
+    "tables with gradients": (
+        {"heads": on_both(lambda m, *given: turned(*given))},
+        tuple(t.clone().requires_grad_() for t in ANGLES),
+        "tables that need a gradient",
+    ),
     "a transposed mask": ({"core": masked(lambda mask: mask.mT)}, (MASK,), "rearranges its mask"),
     "a mask that is computed": ({"core": masked(torch.exp)}, (MASK,), "computes exp, in the mask"),
 }

@@ -9,8 +9,9 @@ from torch import nn
 from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
 
-from .families import IN_FP32, VISION, WIDTH, layer_of, model_of, own_blocks, randomised, stream
+from .families import IN_FP32, VISION, layer_of, own_blocks, stream
 from .recomputed import Example, assert_recomputed, read_of
+from .tiny import WIDTH, model_of, randomised
 
 DECODERS = """arcee biogpt cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_neox
     granite helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 opt phi phi3 qwen2 qwen3

@@ -15,7 +15,17 @@ from opfuser.reading import grammar
 from opfuser.reading import operations as read
 from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
-from opfuser.reading.operations import Activation, Called, Dropout, Gated, Norm, Parallel, Residual
+from opfuser.reading.operations import (
+    Activation,
+    Called,
+    Dropout,
+    Gated,
+    Norm,
+    Parallel,
+    Residual,
+    Scale,
+    Times,
+)
 from opfuser.reading.rotary_tables import repetition_of
 from opfuser.reading.tracer import trace
 
@@ -166,6 +176,12 @@ def test_branches_share_what_comes_before_them() -> None:
     assert len(parallel.branches) == 2
 
 
+def test_a_gate_may_be_of_an_earlier_value_than_what_it_multiplies() -> None:
+    times, scale, _ = operations_of(lambda m, x: m.down(F.silu(m.gate(m.norm(x))) * 2 * m.up(x)))
+    assert isinstance(times, Times)
+    assert scale == Scale(2.0)
+
+
 def test_a_factor_a_bias_and_a_scale_of_columns_are_read() -> None:
     assert operations_of(lambda m, x: (x * 3 / 2 + m.b) * m.w) == (
         read.Scale(1.5),
@@ -228,10 +244,6 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "gates in the second half": (
         lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (0, 1))),
         "opfuser has no operation for gates in the second half",
-    ),
-    "gates of another input": (
-        lambda m, x: F.silu(m.gate(m.norm(x))) * m.up(x),
-        "a gate or what it multiplies, of another input",
     ),
     "gates by GELU": (
         lambda m, x: F.gelu(m.gate(x)) * m.up(x),

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from .families import WIDTH, layer_of, model_of, own_blocks, stream
+from .families import layer_of, own_blocks, stream
 from .mutations import MUTATIONS, count_of, outcome_of
 from .recomputed import Example
+from .tiny import WIDTH, model_of
 
 BLOCKS = own_blocks()
 

@@ -10,7 +10,8 @@ from opfuser.reading.grammar import read
 from opfuser.reading.small_calls import small_call
 from opfuser.reading.tracer import trace
 
-from .families import layer_of, model_of
+from .families import layer_of
+from .tiny import model_of
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])

@@ -1,0 +1,142 @@
+"""Writes ``docs/families.md``, what opfuser computes of each family of transformers.
+
+``python docs/write_families.py`` reads a tiny model of every family, as ``make sweep`` does, and
+writes the page; with ``--check`` it only says whether that differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+# As docs/write_snippets.py may be run from any folder, so may this.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+
+import opfuser.hf
+from tests.reading.sweep import Outcome, outcomes_of
+from tests.reading.tiny import causal_model_of, families
+
+PAGE = Path(__file__).with_name("families.md")
+
+INTRODUCTION = """\
+# What is replaced, per family
+
+<!-- Written by docs/write_families.py from what the tests read. -->
+
+`opfuser.apply` and [`opfuser.hf.apply`](hugging-face.md) know no names: they read what a module
+computes. This is what they find in a tiny model of each family of transformers {version} that can be
+made so, in evaluation and without a cache: **yes** is computed by opfuser, **part** calls a child that
+is kept, **no** is kept as it is, and blank is not there. What stands inside of a layer that is
+computed is computed with it. *Loss* says whether `fused_loss=True` computes the loss of a causal
+language model without storing its logits. The last column is why the first of these is kept.
+
+{counts}
+
+"""
+COLUMNS = "layer", "attention", "MLP", "experts", "norms", "loss"
+# What a class of modules is, by its name: for the table alone.
+_KINDS = {
+    "norms": r"Norm",
+    "experts": r"Expert|Moe|MoE|MOE",
+    "attention": r"Attention|Attn",
+    "MLP": r"MLP|Mlp|FeedForward|FFN|DenseAct|DenseGated|LayerFF",
+}
+
+
+def row(family: str) -> dict[str, str]:
+    """The cells of a family by column, and why the first module is kept.
+
+    Raises:
+        Exception: of many kinds, if no tiny model can be made or called.
+    """
+    found: dict[str, list[Outcome]] = {}
+    computed: list[str] = []
+    for outcome in outcomes_of(family):
+        if outcome.whole:
+            computed.append(outcome.path)
+        elif any(outcome.path.startswith(f"{path}.") for path in computed):
+            continue
+        found.setdefault(_kind(outcome), []).append(outcome)
+    cells = {kind: _cell(found[kind]) for kind in COLUMNS if kind in found}
+    for kind in ("attention", "MLP", "norms"):
+        if cells.get("layer") == "yes":
+            cells.setdefault(kind, "yes")
+    cells["loss"] = _loss(family)
+    kept = [o for kind in COLUMNS for o in found.get(kind, ()) if o.reason]
+    cells["reason"] = kept[0].reason if kept else ""
+    return cells
+
+
+def _kind(outcome: Outcome) -> str:
+    name = type(outcome.example.module).__name__
+    kind = next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "")
+    if not kind and outcome.path.rpartition(".")[2].isdecimal():
+        return "layer"
+    return kind
+
+
+def _cell(found: list[Outcome]) -> str:
+    if all(outcome.whole for outcome in found):
+        return "yes"
+    return "part" if any(outcome.reading for outcome in found) else "no"
+
+
+def _loss(family: str) -> str:
+    """Whether the loss of a causal language model is computed without logits."""
+    with contextlib.suppress(Exception):
+        model = causal_model_of(family)
+        opfuser.hf.apply(model, fused_loss=True)
+        ids = torch.randint(3, 60, (2, 7))
+        return "yes" if model(input_ids=ids, labels=ids).logits is None else "no"
+    return ""
+
+
+def line(family: str, cells: dict[str, str]) -> str:
+    """A row of the table."""
+    texts = [cells.get(column, "") for column in COLUMNS]
+    reason = cells["reason"].replace("|", "\\|").replace("_", "\\_").replace("*", "\\*")
+    return f"| {family} | {' | '.join(texts)} | {reason} |"
+
+
+def page() -> str:
+    """The text of the page."""
+    rows = dict(_rows())
+    counts = [
+        f"{sum(cells.get(column) == 'yes' for cells in rows.values())} have their {what}"
+        for column, what in (("layer", "layers"), ("attention", "attention"), ("MLP", "MLP"))
+    ]
+    text = f"Of {len(rows)} families, {', '.join(counts)} computed."
+    head = INTRODUCTION.format(version=transformers.__version__, counts=text)
+    title = f"| family | {' | '.join(COLUMNS)} | why not |\n|{'---|' * (len(COLUMNS) + 2)}\n"
+    return head + title + "".join(f"{line(*item)}\n" for item in rows.items())
+
+
+def _rows() -> Iterator[tuple[str, dict[str, str]]]:
+    for family in sorted(families()):
+        with contextlib.suppress(Exception):
+            yield family, row(family)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Writes or checks the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    check = parser.parse_args(args).check
+    warnings.simplefilter("ignore")
+    text = page()
+    if check and text != PAGE.read_text("utf-8"):
+        sys.exit("docs/families.md differs: run python docs/write_families.py")
+    if not check:
+        PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
