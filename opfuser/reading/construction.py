@@ -17,7 +17,7 @@ from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
-from .plain_modules import ColumnScale, LayerCache, Reorder, Transpose
+from .plain_modules import ColumnScale, LayerCache, Reorder, Routed, Transpose
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "squared relu": basic.SReLU,
     "tanh": basic.Tanh,
 }
-_GATED: dict[str, Callable[[], nn.Module]] = {
+_GATED: dict[str, Callable[..., nn.Module]] = {
     "gelu by tanh": basic.GEGLU,
     "quick gelu": basic.QGEGLU,
     "relu": basic.ReGLU,
@@ -192,12 +192,49 @@ class Built:
         return [ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
-        if op.limit is not None and op.activation.name in _FACTORS:
-            alpha, offset = _FACTORS[op.activation.name], op.offset
-            return [basic.ClampedSwiGLU(limit=op.limit, alpha=alpha, glu_linear_offset=offset)]
-        if op.limit is not None or op.activation.name not in _GATED or op.activation.constants:
-            raise KeptError(f"opfuser has no operation that gates by {op.activation.name}")
-        return [_GATED[op.activation.name]()]
+        name, blocks = op.activation.name, {"glu_interleave_size": 1} if op.interleaved else {}
+        if op.limit is not None and name in _FACTORS:
+            return [basic.ClampedSwiGLU(**blocks, **_clamps(op))]
+        made = None if op.activation.constants or op.limit is not None else _GATED.get(name)
+        if made is None or (blocks and made is not basic.SwiGLU):
+            raise KeptError(f"opfuser has no operation that gates by {name}")
+        return [made(**blocks)]
+
+    def experts(self, op: read.Experts) -> list[nn.Module]:
+        """The weights scale the input of the last linear function if that has no bias."""
+        f = op.activation
+        scaled = None if op.down.bias is not None or type(f) is not read.Gated else _scaled(f)
+        permute = basic.Permute(op.up.count, weighted=scaled is not None)
+        unpermute = basic.Unpermute(weighted=scaled is None)
+        (up, down), (row_map, sizes, weights) = (
+            map(self.experts_linear, (op.up, op.down)),
+            map(PrivateChannel, ("row_map", "sizes", "weights")),
+        )
+        for slot, channel in enumerate((row_map, sizes, weights)[: permute.num_extra_outputs]):
+            permute.set_extra_output_channel(slot, channel, output_to_caller=False)
+        up.set_extra_input_channel(0, sizes)
+        down.set_extra_input_channel(0, sizes)
+        unpermute.set_extra_input_channel(0, row_map)
+        if scaled is not None:
+            scaled.set_extra_input_channel(0, weights)
+        activation = [scaled] if scaled is not None else self._modules(f)
+        rows = Sequential(permute, up, *activation, down, unpermute)
+        (router,) = self.called(op.router)
+        return [Routed(router, rows, op.weights, op.indices, op.flat)]
+
+    def experts_linear(self, op: read.ExpertsLinear) -> basic.GroupedLinear:
+        made = basic.GroupedLinear(
+            op.count,
+            op.in_features,
+            op.out_features,
+            bias=op.bias is not None,
+            device="meta",
+            single_grouped_weight=True,
+            single_grouped_bias=True,
+        )
+        self.alias(made, "weight", op.weight)
+        self.alias(made, "bias", op.bias)
+        return made
 
     def dropout(self, op: read.Dropout) -> list[nn.Module]:
         return [basic.Dropout(op.p)]
@@ -283,6 +320,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Called: Built.called,
     read.ColumnScale: Built.column_scale,
     read.Dropout: Built.dropout,
+    read.Experts: Built.experts,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
     read.Linear: Built.linear,
@@ -305,6 +343,20 @@ def build(reading: read.Reading, module: nn.Module) -> Built:
         KeptError: opfuser has no operation for a part of it.
     """
     return Built(reading, module)
+
+
+def _clamps(op: read.Gated) -> dict[str, Any]:
+    alpha = _FACTORS[op.activation.name]
+    return {"limit": op.limit, "alpha": alpha, "glu_linear_offset": op.offset}
+
+
+def _scaled(op: read.Gated) -> Any | None:
+    """The operation that gates and scales rows, if there is one."""
+    blocks = 1 if op.interleaved else None
+    if op.limit is not None and op.activation.name in _FACTORS:
+        return basic.ScaledClampedQGeGLU(blocks, **_clamps(op))
+    plain = op.limit is None and op.activation == read.Activation("silu")
+    return basic.ScaledSwiGLU(blocks) if plain else None
 
 
 def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:

@@ -15,6 +15,8 @@ import torch
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
 from .attention import attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
+from .experts import experts_of
+from .in_place import settle_writes
 from .kept import KeptError
 from .norms import norm_of
 from .operations import (
@@ -60,6 +62,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results
+    settle_writes(dataflow)
     whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
     rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
     if rows != result.shape[:-1] or (len(dtypes) > 1 and autocast is None):
@@ -94,6 +97,7 @@ class _Grammar:
             self.product,
             self.sum,
             self.torch_attention,
+            self.experts,
             self.attention,
         )
 
@@ -329,6 +333,12 @@ class _Grammar:
         return Step(
             found.operations, found.source, (), tokens, found.once, frozenset(found.written)
         )
+
+    def experts(self, v: Value, base: Value | None) -> Step | None:
+        found = experts_of(self.values, v)
+        if found is None:
+            return None
+        return Step((found.experts,), found.x, once=(found.router,), written=found.written)
 
     def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):

@@ -11,6 +11,8 @@ __all__ = [
     "Called",
     "ColumnScale",
     "Dropout",
+    "Experts",
+    "ExpertsLinear",
     "Gated",
     "HeadNorm",
     "Heads",
@@ -121,12 +123,44 @@ class Activation:
 class Gated:
     """``y = f(a) (b + offset)`` of the halves [a, b] of the last dimension, f an activation.
 
-    With a limit, a is clamped from above, and b on both sides.
+    With a limit, a is clamped from above, and b on both sides. ``interleaved`` columns alternate.
     """
 
     activation: Activation
     limit: float | None = None
     offset: float = 0.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsLinear:
+    """``y = x W_e^T + b_e`` for rows of expert e; weights (count, out, in), biases (count, out)."""
+
+    weight: str
+    bias: str | None
+    count: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``y = Σ_j w_j down_e(f(up_e(x)))``, e the j-th of the experts that a router has chosen.
+
+    Attributes:
+        router: a child that is called with the input, and returns w and e.
+        weights, indices: their places among the tensors that it returns.
+        flat: whether it is called with a matrix of rows.
+        up, activation, down: of the experts.
+    """
+
+    router: Called
+    weights: int
+    indices: int
+    flat: bool
+    up: ExpertsLinear
+    activation: Activation | Gated
+    down: ExpertsLinear
 
 
 @dataclass(frozen=True)
@@ -269,6 +303,7 @@ Operation = (
     | Activation
     | Gated
     | Dropout
+    | Experts
     | Scale
     | ColumnScale
     | Reorder

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ColumnScale", "LayerCache", "Reorder", "Transpose"]
+from .dataflow import map_leaves
+
+__all__ = ["ColumnScale", "LayerCache", "Reorder", "Routed", "Transpose"]
 
 
 class LayerCache(NamedTuple):
@@ -71,3 +73,33 @@ class Transpose(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, in another order."""
         return x.transpose(0, 1).contiguous()
+
+
+class Routed(nn.Module):
+    """Experts, and the router that chooses them.
+
+    Args:
+        router: returns weights and experts of rows, among other tensors.
+        experts: a sequence that takes rows, the experts of each, and their weights.
+        weights, indices: their places among the tensors that the router returns.
+        flat: whether the router takes a matrix of rows.
+    """
+
+    def __init__(
+        self, router: nn.Module, experts: nn.Module, weights: int, indices: int, flat: bool
+    ) -> None:
+        super().__init__()
+        self.router, self.experts = router, experts
+        self.weights, self.indices, self.flat = weights, indices, flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the experts of each row compute, weighted and summed."""
+        rows = x.reshape(-1, x.shape[-1])
+        found: list[Tensor] = []
+        returned = self.router(rows if self.flat else x)
+        map_leaves(lambda t: found.append(t) if isinstance(t, Tensor) else None, returned)
+        weights, indices = (
+            found[n].reshape(len(rows), -1) for n in (self.weights, self.indices)
+        )
+        y: Tensor = self.experts(rows, indices, weights)
+        return y.view(x.shape)

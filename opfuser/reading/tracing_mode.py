@@ -26,6 +26,7 @@ from .torch_functions import (
     OF_STRIDES,
     QUESTIONS,
     autocasts,
+    chosen_by_entries,
     computed,
     described,
     device_answer,
@@ -72,6 +73,7 @@ class TracingMode(TorchFunctionMode):
             self.names.setdefault(id(buffer), ("buffer", path))
         self.values: dict[int, Value] = {}
         self.require_grad: set[int] = set()  # values; no stand-in has a graph, which would save it
+        self.chosen: set[int] = set()  # values that follow from which entries there are
         self.foreign: dict[int, str] = {}  # why a value may not be what it seems
         self.kept_alive: list[Any] = []  # so that no id occurs twice
 
@@ -182,6 +184,8 @@ class TracingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
+        if op == "__bool__" and id(self.value_of(args[0])) in self.chosen:
+            return self.decide(args[0])
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         note_sizes(op, args, kwargs, self.sizes)
         sized = {*sizes_in((args, kwargs))}
@@ -203,6 +207,13 @@ class TracingMode(TorchFunctionMode):
         note_results(op, args, kwargs, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)
         return result
+
+    def decide(self, t: Tensor) -> bool:
+        """The answer no, noted as an effect, to a question about the number of an entry."""
+        node = Node("__bool__", Tensor.__bool__, (self.value_of(t),), {}, self.place)
+        node.effect = "decides by the numbers of entries"
+        self.append(node, [])
+        return False
 
     def answer(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
         """The answer to a question about a tensor that does not depend on its entries."""
@@ -234,6 +245,10 @@ class TracingMode(TorchFunctionMode):
         effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
         if in_place:
             effects.append(f"writes in place by {op}")
+        elif chosen_by_entries(op, node.args, node.kwargs):
+            effects.append(f"returns the places of a number of entries by {op}")
+            for t in results:
+                any(map(self.sizes.derive, t.shape))
         elif op in DRAWS:
             effects.append(f"draws random numbers by {op}")
         elif not results:
@@ -246,8 +261,10 @@ class TracingMode(TorchFunctionMode):
             effects.append(f"computes {op} with autocast switched")
         node.effect = ", ".join(effects)
         self.append(node, results)
+        if not self.chosen.isdisjoint(map(id, values)) or "number of entries" in node.effect:
+            self.chosen.update(map(id, node.results))
         if enabled and differentiated and keeps_gradients(op):
-            self.require_grad.update(map(id, node.results))
+            self.require_grad.update(id(v) for v in node.results if not _counts(v.meta.dtype))
 
     def append(self, node: Node, results: list[Tensor]) -> None:
         number = len(self.dataflow.nodes)
@@ -312,6 +329,11 @@ class TracingMode(TorchFunctionMode):
 
 def _nothing() -> None:
     """Stands in nodes that call no function of torch."""
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are integers, of which there are no gradients."""
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _plain(leaf: Any) -> Any:
