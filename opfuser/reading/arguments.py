@@ -68,6 +68,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "cumsum": {"dim": ..., "dtype": None},
     "histc": {"bins": 100, "min": 0, "max": 0},
     "sort": {"dim": -1, "descending": False, "stable": None},
+    "topk": {"k": ..., "dim": -1, "largest": True, "sorted": True},
     "one_hot": {"num_classes": -1},
     "repeat_interleave": {"repeats": ..., "dim": None, "output_size": None},
     "index_add": {"dim": ..., "index": ..., "source": ..., "alpha": 1},

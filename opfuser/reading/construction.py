@@ -17,7 +17,7 @@ from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
-from .plain_modules import ColumnScale, LayerCache, Reorder, Routed, Transpose
+from .plain_modules import ColumnScale, Item, LayerCache, Reorder, Routed, RowScale, Transpose
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -151,7 +151,8 @@ class Built:
         return [made]
 
     def called(self, op: read.Called) -> list[nn.Module]:
-        return [self._module.get_submodule(op.path)]
+        child = self._module.get_submodule(op.path)
+        return [child if op.item is None else Item(child, op.item)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
         named = {f"projection{n}": p for n, p in enumerate(op.projections)}
@@ -283,6 +284,9 @@ class Built:
     def residual(self, op: read.Residual) -> list[nn.Module]:
         return [Residual(*self._all(op.branch))]
 
+    def row_scale(self, op: read.RowScale) -> list[nn.Module]:
+        return [RowScale(*(Sequential(*self._all(ops)) for ops in (op.scale, op.branch)))]
+
     def parallel(self, op: read.Parallel) -> list[nn.Module]:
         """Each branch but the last is set aside, and the next begins with the input again."""
         ops: list[nn.Module] = []
@@ -331,6 +335,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Reorder: Built.reorder,
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
+    read.RowScale: Built.row_scale,
     read.Scale: Built.scale,
     read.Transpose: Built.transpose,
 }

@@ -421,13 +421,14 @@ def _is_no_expert(values: Values, asked: Node, experts: list[Any], mixed: _Mixed
     op, args = values.term(asked.args[0])
     if op not in ("eq", "__eq__") or not any(args[0] is e for e in experts):
         return False
-    source = mixed.indices
-    if source.node is None or source.node.op != "topk" or source is not source.node.results[1]:
+    source, count = mixed.indices.node, mixed.up.count
+    if not isinstance(args[1], int) or args[1] < count or source is None:
         return False
-    scores, _, dim = (*source.node.args, source.node.kwargs.get("dim", -1))[:3]
-    count = mixed.up.count
-    rank = len(scores.shape)
-    return type(args[1]) is int and args[1] >= count == scores.shape[-1] and dim in (-1, rank - 1)
+    op, chosen = values.term(mixed.indices)
+    if op != "topk" or mixed.indices is not source.results[1]:
+        return False
+    shape = chosen[0].shape
+    return shape[-1] == count and chosen[2] in (-1, len(shape) - 1)
 
 
 # What is common

@@ -35,10 +35,11 @@ from .operations import (
     Projection,
     Reading,
     Residual,
+    RowScale,
     Scale,
 )
 from .products import product_of
-from .projections import calls_returning, linear_of, only_tensor, vector_of
+from .projections import calls_returning, linear_of, vector_of
 from .replay import is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
@@ -157,10 +158,9 @@ class _Grammar:
     def calls_of(self, passed: tuple[Value, ...], reason: str) -> list[Step]:
         """The children that return one of these values of one tensor, the innermost first."""
         out = []
-        for call in calls_returning(self.values.dataflow, passed):
-            x = only_tensor(call)
-            assert x is not None  # as such calls have it
-            op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason)
+        for found in calls_returning(self.values, passed):
+            call, x = found.call, found.x
+            op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason, found.item)
             out.append(Step((op,), x, passed[-1:], once=(call,)))
         return out
 
@@ -198,7 +198,7 @@ class _Grammar:
         for found in activations_in(self.values, product):
             if not found.rest.values:
                 return Step((found.activation, *_scaled(found.rest.factor)), found.x)
-            if len(found.rest.values) == 1:
+            if len(found.rest.values) == 1 and found.x.shape == found.rest.values[0].shape:
                 try:
                     return self.gated(found)
                 except KeptError as why:
@@ -209,10 +209,15 @@ class _Grammar:
             return None
         scales = [x for x in product.values if vector_of(self.values, x) is not None]
         streams = [x for x in product.values if x not in scales]
+        columns = [x for x in streams if x.shape[-1:] == (1,) != v.shape[-1:]]
+        if len(columns) == 1 and len(streams) == 2 and not scales:
+            branches = columns + [x for x in streams if x not in columns]
+            scaled = self.branches(branches, base, lambda found: RowScale(*found))
+            return scaled.followed_by(Step(_scaled(product.factor), v))
         if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
             return None
-        columns = tuple(ColumnScale(scale.name) for scale in scales)
-        return Step((*columns, *_scaled(product.factor)), streams[0])
+        made = tuple(ColumnScale(scale.name) for scale in scales)
+        return Step((*made, *_scaled(product.factor)), streams[0])
 
     def gated(self, found: ActivationFound) -> Step:
         """An activation's result times something else."""
@@ -255,7 +260,7 @@ class _Grammar:
         return norm is not None and linear_of(self.values, norm.x) is not None
 
     def is_called(self, v: Value) -> bool:
-        return self.is_projection(v) or bool(calls_returning(self.values.dataflow, [v]))
+        return self.is_projection(v) or any(calls_returning(self.values, [v]))
 
     def merged(self, outputs: Sequence[Value], what: str) -> Step:
         """Projections of one input, side by side."""
@@ -301,16 +306,24 @@ class _Grammar:
         if stream is None:
             raise KeptError(computed(v, "sums branches by"))
         others = [term for term in terms if term is not stream]
-        paths = [self.chain(term, stream).path for term in others]
-        shared = next(v for v in paths[0] if all(v in path for path in paths))
-        branches = [self.chain(term, shared) for term in others]
-        parallel = Parallel(tuple(b.operations for b in branches))
-        step = self.chain(shared, stream)
-        whole = step.followed_by(*branches)
-        operations = (*step.operations, parallel)
+        whole = self.branches(others, stream, Parallel)
         if len(others) < len(terms):
-            operations = (Residual(operations),)
-        return whole._replace(operations=operations, path=())
+            whole = whole._replace(operations=(Residual(whole.operations),))
+        return whole
+
+    def branches(
+        self,
+        ends: list[Value],
+        base: Value | None,
+        joined: Callable[[tuple[tuple[Operation, ...], ...]], Operation],
+    ) -> Step:
+        """Values that are computed of one, joined by an operation."""
+        paths = [self.chain(end, base).path for end in ends]
+        shared = next(v for v in paths[0] if all(v in path for path in paths))
+        branches = [self.chain(end, shared) for end in ends]
+        step = self.chain(shared, base)
+        operations = (*step.operations, joined(tuple(b.operations for b in branches)))
+        return step.followed_by(*branches)._replace(operations=operations, path=())
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""

@@ -28,6 +28,7 @@ __all__ = [
     "Reorder",
     "Residual",
     "Rotary",
+    "RowScale",
     "Scale",
     "Transpose",
 ]
@@ -52,12 +53,14 @@ class Called:
         path: of the child.
         in_features, out_features: the last dimensions of its argument and of its result.
         reason: why it was not explained.
+        item: the place of the result among the tensors that it returns; None if it is alone.
     """
 
     path: str
     in_features: int
     out_features: int
     reason: str
+    item: int | None = None
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,14 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class RowScale:
+    """``y = s(x) f(x)``, s of one column."""
+
+    scale: tuple[Operation, ...]
+    branch: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
 class Parallel:
     """``y = f(x) + g(x) + ...``."""
 
@@ -313,6 +324,7 @@ Operation = (
     | Rotary
     | Attention
     | Residual
+    | RowScale
     | Parallel
 )
 

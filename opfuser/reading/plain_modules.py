@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .dataflow import map_leaves
 
-__all__ = ["ColumnScale", "LayerCache", "Reorder", "Routed", "Transpose"]
+__all__ = ["ColumnScale", "Item", "LayerCache", "Reorder", "Routed", "RowScale", "Transpose"]
 
 
 class LayerCache(NamedTuple):
@@ -95,11 +95,43 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What the experts of each row compute, weighted and summed."""
         rows = x.reshape(-1, x.shape[-1])
-        found: list[Tensor] = []
-        returned = self.router(rows if self.flat else x)
-        map_leaves(lambda t: found.append(t) if isinstance(t, Tensor) else None, returned)
-        weights, indices = (
-            found[n].reshape(len(rows), -1) for n in (self.weights, self.indices)
-        )
+        found = _tensors_in(self.router(rows if self.flat else x))
+        weights, indices = (found[n].reshape(len(rows), -1) for n in (self.weights, self.indices))
         y: Tensor = self.experts(rows, indices, weights)
         return y.view(x.shape)
+
+
+class Item(nn.Module):
+    """One of the tensors that a module returns.
+
+    Args:
+        inner: the module.
+        number: the place of the tensor.
+    """
+
+    def __init__(self, inner: nn.Module, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = inner, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tensor that it returns there for an input."""
+        return _tensors_in(self.inner(x))[self.number]
+
+
+class RowScale(nn.Module):
+    """The product of what two modules compute, of which the first has one column."""
+
+    def __init__(self, scale: nn.Module, branch: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.branch = scale, branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product for an input."""
+        y: Tensor = self.branch(x) * self.scale(x)
+        return y
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    return found
