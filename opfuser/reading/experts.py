@@ -10,7 +10,7 @@ from .dataflow import Call, Node, Value, values_in
 from .kept import KeptError
 from .operations import Activation, Called, Experts, ExpertsLinear, Gated
 from .products import product_of
-from .values import Values, computed
+from .values import Values, computed, located
 
 __all__ = ["ExpertsFound", "experts_of"]
 
@@ -108,7 +108,8 @@ def _by_rows(values: Values, v: Value) -> tuple[_Mixed, tuple[Node, ...]] | None
         if up is None or x is None or x.shape[0] != rows:
             return None
         parts = up.linear, activation, down.linear
-        return _Mixed(x, _stripped(values, form.experts), _stripped(values, weights), top_k, *parts), ()
+        given = _stripped(values, form.experts), _stripped(values, weights)
+        return _Mixed(x, *given, top_k, *parts), form.written
     return None
 
 
@@ -118,10 +119,12 @@ class _Form:
     Attributes:
         values: of the dataflow.
         experts: the expert of each row.
+        written: nodes with an effect that belong to it.
     """
 
     def __init__(self, values: Values, experts: Value) -> None:
         self.values, self.experts = values, experts
+        self.written: tuple[Node, ...] = ()
 
     def rows(self, v: Value, top_k: int) -> Value | None:
         """What rows are copies of, each of so many."""
@@ -174,9 +177,10 @@ class _Form:
 
 
 class _Sorted(_Form):
-    def __init__(self, values: Values, node: Node) -> None:
+    def __init__(self, values: Values, node: Node, filled: Node) -> None:
         super().__init__(values, _stripped(values, node.args[0]))
         self.ids, self.order = node.results
+        self.written = (filled,)
 
     def is_expert(self, index: Any) -> bool:
         return isinstance(index, Value) and self.values.peel(index) is self.ids
@@ -224,11 +228,14 @@ def _form_of_sorted(values: Values, order: Any, inverse: Value) -> _Form | None:
         return None
     if len(order.shape) != 1 or values.term(order).args[2]:  # the largest first
         return None
-    op, args = values.term(inverse)
-    if op != "__setitem__" or args[1] is not order or values.term(args[0]).op != "empty_like":
+    filled = inverse.node
+    if filled is None or filled.effect != "writes in place by __setitem__":
         return None
-    op, args = values.term(args[2])
-    return _Sorted(values, node) if op == "arange" and args[:1] == order.shape else None
+    empty, at, numbers = filled.args
+    if at is not order or values.term(empty).op != "empty_like" or empty.shape != order.shape:
+        return None
+    op, args = values.term(numbers)
+    return _Sorted(values, node, filled) if op == "arange" and args[:1] == order.shape else None
 
 
 class _Gathered(_Form):
@@ -411,24 +418,30 @@ def _visits_each(values: Values, experts: list[Any], mixed: _Mixed) -> list[Node
     chosen = _one_hot_of(values, mask)
     if chosen is None or _stripped(values, chosen[0]) is not mixed.indices:
         return None
-    asked = [node for node in values.dataflow.nodes if node.op == "__bool__"]
-    skipped = [node for node in asked if _is_no_expert(values, node, experts, mixed)]
-    return [hits.node, *skipped]
+    asked = [n for n in values.dataflow.nodes if n.op == "__bool__" and _is_of(values, n, experts)]
+    for node in asked:
+        _, compared = values.term(node.args[0])
+        if not _is_no_expert(values, compared[1], mixed):
+            raise KeptError(located("leaves out experts that there may be", node))
+    return [hits.node, *asked]
 
 
-def _is_no_expert(values: Values, asked: Node, experts: list[Any], mixed: _Mixed) -> bool:
-    """Whether the answer is no because an expert is asked for whose number none has."""
+def _is_of(values: Values, asked: Node, experts: list[Any]) -> bool:
+    """Whether it is asked for an expert whether it has some number."""
     op, args = values.term(asked.args[0])
-    if op not in ("eq", "__eq__") or not any(args[0] is e for e in experts):
-        return False
+    return op in ("eq", "__eq__") and any(args[0] is e for e in experts)
+
+
+def _is_no_expert(values: Values, number: Any, mixed: _Mixed) -> bool:
+    """Whether it is no number that a router's choice may have."""
     source, count = mixed.indices.node, mixed.up.count
-    if not isinstance(args[1], int) or args[1] < count or source is None:
+    if not isinstance(number, int) or number < count or source is None:
         return False
-    op, chosen = values.term(mixed.indices)
+    op, args = values.term(mixed.indices)
     if op != "topk" or mixed.indices is not source.results[1]:
         return False
-    shape = chosen[0].shape
-    return shape[-1] == count and chosen[2] in (-1, len(shape) - 1)
+    shape = args[0].shape
+    return shape[-1] == count and args[2] in (-1, len(shape) - 1)
 
 
 # What is common

@@ -80,12 +80,12 @@ def _is_own(node: Node) -> bool:
     if node.op in _WITHOUT:
         operands = [v.meta if isinstance(v, Value) else v for v in node.args[1:2]]
         return all(torch.result_type(x.meta, operand) == x.meta.dtype for operand in operands)
-    return node.op == "__setitem__" or node.kwargs.get("inplace") is True
+    return node.kwargs.get("inplace") is True
 
 
 def _settle(node: Node) -> None:
     node.effect = ""
     if node.op in _WITHOUT:
         node.op, node.function = _WITHOUT[node.op]
-    elif node.op != "__setitem__":
+    else:
         node.kwargs = {**node.kwargs, "inplace": False}

@@ -53,7 +53,8 @@ class Called:
         path: of the child.
         in_features, out_features: the last dimensions of its argument and of its result.
         reason: why it was not explained.
-        item: the place of the result among the tensors that it returns; None if it is alone.
+        item: the place of the result among the tensors that it returns; None if it
+            is alone, and in rows as those of the argument.
     """
 
     path: str

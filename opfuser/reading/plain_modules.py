@@ -102,7 +102,7 @@ class Routed(nn.Module):
 
 
 class Item(nn.Module):
-    """One of the tensors that a module returns.
+    """One of the tensors that a module returns, which may have lost the shape of the input.
 
     Args:
         inner: the module.
@@ -114,8 +114,9 @@ class Item(nn.Module):
         self.inner, self.number = inner, number
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tensor that it returns there for an input."""
-        return _tensors_in(self.inner(x))[self.number]
+        """The tensor that it returns there for an input, in rows as those of the input."""
+        y: Tensor = _tensors_in(self.inner(x))[self.number]
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class RowScale(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -98,9 +99,9 @@ class CallFound(NamedTuple):
 
     @property
     def item(self) -> int | None:
-        """The place among the tensors that the child returns; None if it returns no others."""
-        results = list(values_in(self.call.result))
-        return None if self.call.result is self.result else results.index(self.result)
+        """The place among the tensors that the child returns; None if rows are all it returns."""
+        alone = self.call.result is self.result and self.x.shape[:-1] == self.result.shape[:-1]
+        return None if alone else list(values_in(self.call.result)).index(self.result)
 
 
 def calls_returning(values: Values, found: Sequence[Value]) -> Iterator[CallFound]:
@@ -119,6 +120,6 @@ def _only_tensor(call: Call, result: Value) -> Value | None:
     if len(call.args) != 1 or call.kwargs:
         return None
     (x,) = call.args
-    if not isinstance(x, Value) or not x.shape or x.shape[:-1] != result.shape[:-1]:
+    if not isinstance(x, Value) or not x.shape or not result.shape:
         return None
-    return x
+    return x if result.shape[:-1] in (x.shape[:-1], (math.prod(x.shape[:-1]),)) else None
