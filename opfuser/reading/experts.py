@@ -284,24 +284,28 @@ def _by_loop(values: Values, v: Value) -> tuple[_Mixed, tuple[Node, ...]] | None
     """The sum of what a loop over experts adds to rows that begin with zeros."""
     found: list[_Mixed] = []
     experts: list[Any] = []
+    sums: list[Node] = []
     written: dict[Node, None] = {}
-    op, args = values.term(v)
+    at = values.peel(v)
+    op, args = values.term(at)
     while op == "index_add":
         if args[1] != 0 or args[4] != 1 or args[0].shape != v.shape:
             return None
         turn = _turn(values, args[2], args[3])
-        if turn is None:
+        if turn is None or at.node is None:
             return None
+        sums.append(at.node)
         found.append(turn[0])
         experts.append(turn[1])
         written.update(dict.fromkeys(turn[2]))
-        op, args = values.term(args[0])
+        at = values.peel(args[0])
+        op, args = values.term(at)
     if not found or op not in ("zeros_like", "zeros", "new_zeros") or len(set(found)) > 1:
         return None
     mixed = found[0]
     if any(linear.count != mixed.up.count for linear in (mixed.up, mixed.down)):
         return None
-    of_hits = _visits_each(values, experts[::-1], mixed)
+    of_hits = _visits_each(values, experts[::-1], sums[::-1], mixed)
     if of_hits is None:
         return None
     written.update(dict.fromkeys(of_hits))
@@ -390,7 +394,9 @@ def _one_hot_of(values: Values, mask: Value) -> tuple[Value, tuple[int, int]] | 
     return args[0], (dims[1] % 3, dims[2] % 3)
 
 
-def _visits_each(values: Values, experts: list[Any], mixed: _Mixed) -> list[Node] | None:
+def _visits_each(
+    values: Values, experts: list[Any], sums: list[Node], mixed: _Mixed
+) -> list[Node] | None:
     """The nodes by which a loop visits each expert with rows once; None if it does not."""
     count = mixed.up.count
     if all(type(e) is int for e in experts):
@@ -401,12 +407,15 @@ def _visits_each(values: Values, experts: list[Any], mixed: _Mixed) -> list[Node
         if op == "__getitem__" and args[1] == 0:
             e = args[0]
         rows.append(e)
-    visited = rows[0].node
-    if visited is None or visited.op != "unbind" or visited.results != rows:
+    picks = [row.node for row in rows]
+    hits = picks[0].args[0] if picks[0] is not None and picks[0].op == "select" else None
+    if hits is None or hits.node is None or hits.node.op != "nonzero":
         return None
-    hits = visited.args[0]
-    if hits.node is None or hits.node.op != "nonzero" or visited.args[1:] != (0,):
+    if hits.shape[0] != len(picks) or not _takes_turns(values, picks, sums):
         return None
+    for number, pick in enumerate(picks):
+        if pick is None or (pick.op, pick.args) != ("select", (hits, 0, number)):
+            return None
     op, args = values.term(hits.node.args[0])
     if op not in ("greater", "gt") or args[1] != 0:
         return None
@@ -424,6 +433,13 @@ def _visits_each(values: Values, experts: list[Any], mixed: _Mixed) -> list[Node
         if not _is_no_expert(values, compared[1], mixed):
             raise KeptError(located("leaves out experts that there may be", node))
     return [hits.node, *asked]
+
+
+def _takes_turns(values: Values, picks: list[Any], sums: list[Node]) -> bool:
+    """Whether each row was picked behind what the one before it adds."""
+    places = {node: number for number, node in enumerate(values.dataflow.nodes)}
+    order = [places[node] for pair in zip(picks, sums) for node in pair if node is not None]
+    return order == sorted(order)
 
 
 def _is_of(values: Values, asked: Node, experts: list[Any]) -> bool:

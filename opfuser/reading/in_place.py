@@ -43,7 +43,9 @@ def settle_writes(dataflow: Dataflow) -> None:
     for number, node in enumerate(dataflow.nodes):
         read_last.update(dict.fromkeys(values_in((node.args, node.kwargs)), number))
     read_last.update(dict.fromkeys(values_in(dataflow.result), len(dataflow.nodes)))
-    kept = [c for c in dataflow.calls if any(n.op == "effect" for n in dataflow.nodes[c.start : c.end])]
+    kept = [
+        c for c in dataflow.calls if any(n.op == "effect" for n in dataflow.nodes[c.start : c.end])
+    ]
     for number, node in enumerate(dataflow.nodes):
         if node.effect != f"writes in place by {node.op}" or not _is_own(node):
             continue
@@ -54,6 +56,13 @@ def settle_writes(dataflow: Dataflow) -> None:
         hooked = any(dataflow.nodes[n].op == "call_module" for n, _ in same)
         if not hooked and not any(c.start <= n < c.end <= number for c in kept for n, _ in same):
             _settle(node)
+    for call in list(dataflow.calls):
+        inside = dataflow.nodes[call.start : call.end]
+        said = dataflow.nodes[call.end : call.end + 1]
+        if said and said[0].effect == f"has '{call.path}' write to its arguments":
+            if not any(node.effect.startswith("writes in place") for node in inside):
+                said[0].effect = ""
+                dataflow.calls.remove(call)  # by itself it writes to what it is given
 
 
 def _made(dataflow: Dataflow) -> Iterator[tuple[Value, int]]:

@@ -35,8 +35,13 @@ from .torch_functions import (
     with_devices,
 )
 from .traced_sizes import note_results, note_sizes, sizes_in
+from .turns import Turns
 
 __all__ = ["TracingMode", "tensors_in"]
+
+
+# Loops over experts have as many turns as there are experts.
+_TURNS_AT_MOST = 1024
 
 
 class TracingMode(TorchFunctionMode):
@@ -73,7 +78,7 @@ class TracingMode(TorchFunctionMode):
             self.names.setdefault(id(buffer), ("buffer", path))
         self.values: dict[int, Value] = {}
         self.require_grad: set[int] = set()  # values; no stand-in has a graph, which would save it
-        self.chosen: set[int] = set()  # values that follow from which entries there are
+        self.counted: set[int] = set()  # values whose sizes depend on numbers in tensors
         self.foreign: dict[int, str] = {}  # why a value may not be what it seems
         self.kept_alive: list[Any] = []  # so that no id occurs twice
 
@@ -184,7 +189,12 @@ class TracingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
-        if op == "__bool__" and id(self.value_of(args[0])) in self.chosen:
+        if op == "unbind" and args[1:] == (0,) and id(self.value_of(args[0])) in self.counted:
+            count = self.value_of(args[0]).shape[0]
+            if count > _TURNS_AT_MOST:
+                self.keep(f"has a loop of up to {count} turns in '{self.place}'")
+            return Turns(args[0], count, self.note_effect)
+        if op == "__bool__" and id(self.value_of(args[0])) in self.counted:
             return self.decide(args[0])
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         note_sizes(op, args, kwargs, self.sizes)
@@ -223,6 +233,8 @@ class TracingMode(TorchFunctionMode):
         graph = op in ("grad_fn", "is_leaf") or (op == "requires_grad" and value.origin != "input")
         if op in OF_STRIDES or graph:
             self.note_effect(f"asks for {op}")
+        if op in ("shape", "size", "numel", "nelement", "__len__") and id(value) in self.counted:
+            self.note_effect("asks how many entries there are")
         if op == "requires_grad":
             return id(value) in self.require_grad
         if op in ("shape", "size"):
@@ -249,6 +261,8 @@ class TracingMode(TorchFunctionMode):
             effects.append(f"returns the places of a number of entries by {op}")
             for t in results:
                 any(map(self.sizes.derive, t.shape))
+            if op == "nonzero":  # whoever asks for it has an effect
+                self.sizes.constants.add(results[0].shape[0])
         elif op in DRAWS:
             effects.append(f"draws random numbers by {op}")
         elif not results:
@@ -261,10 +275,17 @@ class TracingMode(TorchFunctionMode):
             effects.append(f"computes {op} with autocast switched")
         node.effect = ", ".join(effects)
         self.append(node, results)
-        if not self.chosen.isdisjoint(map(id, values)) or "number of entries" in node.effect:
-            self.chosen.update(map(id, node.results))
+        self.count(node, values)
         if enabled and differentiated and keeps_gradients(op):
             self.require_grad.update(id(v) for v in node.results if not _counts(v.meta.dtype))
+
+    def count(self, node: Node, values: list[Value]) -> None:
+        """Notes which results have sizes that depend on numbers in tensors."""
+        others = {v.shape for v in values if id(v) not in self.counted}
+        chosen = chosen_by_entries(node.op, node.args, node.kwargs)
+        if chosen or any(id(v) in self.counted for v in values):
+            sized = (v for v in node.results if chosen or v.shape not in others)
+            self.counted.update(map(id, sized))
 
     def append(self, node: Node, results: list[Tensor]) -> None:
         number = len(self.dataflow.nodes)
