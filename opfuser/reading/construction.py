@@ -193,7 +193,8 @@ class Built:
         return [ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
-        name, blocks = op.activation.name, {"glu_interleave_size": 1} if op.interleaved else {}
+        name = op.activation.name
+        blocks: dict[str, Any] = {"glu_interleave_size": 1} if op.interleaved else {}
         if op.limit is not None and name in _FACTORS:
             return [basic.ClampedSwiGLU(**blocks, **_clamps(op))]
         made = None if op.activation.constants or op.limit is not None else _GATED.get(name)
@@ -202,33 +203,33 @@ class Built:
         return [made(**blocks)]
 
     def experts(self, op: read.Experts) -> list[nn.Module]:
-        """The weights scale the input of the last linear function if that has no bias."""
-        f = op.activation
-        scaled = None if op.down.bias is not None or type(f) is not read.Gated else _scaled(f)
+        """Weights scale what the last linear function takes, and its bias, where they can."""
+        scaled = _scaled(op.activation) if isinstance(op.activation, read.Gated) else None
+        up, down = self.experts_linear(op.up), self.experts_linear(op.down, scaled is not None)
         permute = basic.Permute(op.up.count, weighted=scaled is not None)
         unpermute = basic.Unpermute(weighted=scaled is None)
-        (up, down), (row_map, sizes, weights) = (
-            map(self.experts_linear, (op.up, op.down)),
-            map(PrivateChannel, ("row_map", "sizes", "weights")),
-        )
+        row_map, sizes, weights = map(PrivateChannel, ("row_map", "sizes", "weights"))
         for slot, channel in enumerate((row_map, sizes, weights)[: permute.num_extra_outputs]):
             permute.set_extra_output_channel(slot, channel, output_to_caller=False)
-        up.set_extra_input_channel(0, sizes)
-        down.set_extra_input_channel(0, sizes)
+        for linear in (up, down):
+            linear.set_extra_input_channel(0, sizes)
         unpermute.set_extra_input_channel(0, row_map)
         if scaled is not None:
             scaled.set_extra_input_channel(0, weights)
-        activation = [scaled] if scaled is not None else self._modules(f)
+            if down.scale_bias:
+                down.set_extra_input_channel(1, weights)
+        activation = self._modules(op.activation) if scaled is None else [scaled]
         rows = Sequential(permute, up, *activation, down, unpermute)
         (router,) = self.called(op.router)
         return [Routed(router, rows, op.weights, op.indices, op.flat)]
 
-    def experts_linear(self, op: read.ExpertsLinear) -> basic.GroupedLinear:
+    def experts_linear(self, op: read.ExpertsLinear, scale: bool = False) -> basic.GroupedLinear:
         made = basic.GroupedLinear(
             op.count,
             op.in_features,
             op.out_features,
             bias=op.bias is not None,
+            scale_bias=scale,
             device="meta",
             single_grouped_weight=True,
             single_grouped_bias=True,

@@ -59,10 +59,11 @@ def settle_writes(dataflow: Dataflow) -> None:
     for call in list(dataflow.calls):
         inside = dataflow.nodes[call.start : call.end]
         said = dataflow.nodes[call.end : call.end + 1]
-        if said and said[0].effect == f"has '{call.path}' write to its arguments":
-            if not any(node.effect.startswith("writes in place") for node in inside):
-                said[0].effect = ""
-                dataflow.calls.remove(call)  # by itself it writes to what it is given
+        writes = any(node.effect.startswith("writes in place") for node in inside)
+        text = f"has '{call.path}' write to its arguments"
+        if not writes and [node.effect for node in said] == [text]:
+            said[0].effect = ""
+            dataflow.calls.remove(call)  # by itself it writes to what it is given
 
 
 def _made(dataflow: Dataflow) -> Iterator[tuple[Value, int]]:
@@ -76,7 +77,8 @@ def _made(dataflow: Dataflow) -> Iterator[tuple[Value, int]]:
 
 
 def _memory(value: Value) -> int:
-    return value.meta.untyped_storage()._cdata
+    address: int = value.meta.untyped_storage()._cdata
+    return address
 
 
 def _is_own(node: Node) -> bool:

@@ -116,7 +116,7 @@ class Item(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The tensor that it returns there for an input, in rows as those of the input."""
         y: Tensor = _tensors_in(self.inner(x))[self.number]
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class RowScale(nn.Module):

@@ -108,18 +108,20 @@ def calls_returning(values: Values, found: Sequence[Value]) -> Iterator[CallFoun
     """The calls of children that return one of these values of one tensor, innermost first."""
     for call in reversed(values.dataflow.calls):
         for result in values_in(call.result):
-            x = _only_tensor(call, result)
+            x = _only_tensor(values, call, result)
             if x is None or x in found:
                 continue
             if result in found or values.equals(result, found[-1]):
                 yield CallFound(call, x, result)
 
 
-def _only_tensor(call: Call, result: Value) -> Value | None:
-    """The tensor that a child was called with, if that is all, and rows became rows."""
+def _only_tensor(values: Values, call: Call, result: Value) -> Value | None:
+    """The tensor that a child was called with, if that is all, and it returned such rows."""
     if len(call.args) != 1 or call.kwargs:
         return None
     (x,) = call.args
     if not isinstance(x, Value) or not x.shape or not result.shape:
+        return None
+    if any(t.meta.dtype not in values.dtypes for t in (x, result)):
         return None
     return x if result.shape[:-1] in (x.shape[:-1], (math.prod(x.shape[:-1]),)) else None

@@ -1,4 +1,4 @@
-"""Loops over as many rows as numbers in a tensor say, of which a trace makes as many as there may be."""
+"""Loops over the rows of a tensor whose number is known in a call alone."""
 
 from __future__ import annotations
 
