@@ -20,6 +20,7 @@ from ..reading.construction import Built, build
 from ..reading.dataflow import Dataflow, Value, map_leaves
 from ..reading.grammar import read
 from ..reading.kept import KeptError, NotNowError
+from ..reading.observed import FILLS_A_CACHE
 from ..reading.operations import (
     Activation,
     Attention,
@@ -249,6 +250,9 @@ class Application:
         except KeptError as kept:
             failed.append(kept.reason)
             raise
+        if any(node.effect == FILLS_A_CACHE for node in traced.dataflow.nodes):
+            failed.append(FILLS_A_CACHE)  # as others do not, once their own forward was called
+            raise NotNowError(FILLS_A_CACHE)
         found = _Read(traced, checks_of(traced.reads))
         before = self._read_before[type(module)]
         before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]

@@ -18,7 +18,7 @@ from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import ColumnScale, Multiply, Reorder, Transpose
+from .plain_modules import ColumnScale, Item, Multiply, Reorder, Routed, RowScale, Transpose
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "squared relu": basic.SReLU,
     "tanh": basic.Tanh,
 }
-_GATED: dict[str, Callable[[], nn.Module]] = {
+_GATED: dict[str, Callable[..., nn.Module]] = {
     "gelu by tanh": basic.GEGLU,
     "quick gelu": basic.QGEGLU,
     "relu": basic.ReGLU,
@@ -178,7 +178,8 @@ class Built:
         return [made]
 
     def called(self, op: read.Called) -> list[nn.Module]:
-        return [self._module.get_submodule(op.path)]
+        child = self._module.get_submodule(op.path)
+        return [child if op.item is None else Item(child, op.item)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
         named = {f"projection{n}": p for n, p in enumerate(op.projections)}
@@ -216,12 +217,50 @@ class Built:
         return [ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
-        if op.limit is not None and op.activation.name in _FACTORS:
-            alpha, offset = _FACTORS[op.activation.name], op.offset
-            return [basic.ClampedSwiGLU(limit=op.limit, alpha=alpha, glu_linear_offset=offset)]
-        if op.limit is not None or op.activation.name not in _GATED or op.activation.constants:
-            raise KeptError(f"opfuser has no operation that gates by {op.activation.name}")
-        return [_GATED[op.activation.name]()]
+        name = op.activation.name
+        blocks: dict[str, Any] = {"glu_interleave_size": 1} if op.interleaved else {}
+        if op.limit is not None and name in _FACTORS:
+            return [basic.ClampedSwiGLU(**blocks, **_clamps(op))]
+        made = None if op.activation.constants or op.limit is not None else _GATED.get(name)
+        if made is None or (blocks and made is not basic.SwiGLU):
+            raise KeptError(f"opfuser has no operation that gates by {name}")
+        return [made(**blocks)]
+
+    def experts(self, op: read.Experts) -> list[nn.Module]:
+        """Weights scale what the last linear function takes, and its bias, where they can."""
+        scaled = _scaled(op.activation) if isinstance(op.activation, read.Gated) else None
+        up, down = self.experts_linear(op.up), self.experts_linear(op.down, scaled is not None)
+        permute = basic.Permute(op.up.count, weighted=scaled is not None)
+        unpermute = basic.Unpermute(weighted=scaled is None)
+        row_map, sizes, weights = map(PrivateChannel, ("row_map", "sizes", "weights"))
+        for slot, channel in enumerate((row_map, sizes, weights)[: permute.num_extra_outputs]):
+            permute.set_extra_output_channel(slot, channel, output_to_caller=False)
+        for linear in (up, down):
+            linear.set_extra_input_channel(0, sizes)
+        unpermute.set_extra_input_channel(0, row_map)
+        if scaled is not None:
+            scaled.set_extra_input_channel(0, weights)
+            if down.scale_bias:
+                down.set_extra_input_channel(1, weights)
+        activation = self._modules(op.activation) if scaled is None else [scaled]
+        rows = Sequential(permute, up, *activation, down, unpermute)
+        (router,) = self.called(op.router)
+        return [Routed(router, rows, op.weights, op.indices, op.flat)]
+
+    def experts_linear(self, op: read.ExpertsLinear, scale: bool = False) -> basic.GroupedLinear:
+        made = basic.GroupedLinear(
+            op.count,
+            op.in_features,
+            op.out_features,
+            bias=op.bias is not None,
+            scale_bias=scale,
+            device="meta",
+            single_grouped_weight=True,
+            single_grouped_bias=True,
+        )
+        self.alias(made, "weight", op.weight)
+        self.alias(made, "bias", op.bias)
+        return made
 
     def dropout(self, op: read.Dropout) -> list[nn.Module]:
         return [basic.Dropout(op.p)]
@@ -281,6 +320,9 @@ class Built:
     def residual(self, op: read.Residual) -> list[nn.Module]:
         return [Residual(*self._all(op.branch))]
 
+    def row_scale(self, op: read.RowScale) -> list[nn.Module]:
+        return [RowScale(*(Sequential(*self._all(ops)) for ops in (op.scale, op.branch)))]
+
     def parallel(
         self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
     ) -> list[nn.Module]:
@@ -324,6 +366,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.ColumnScale: Built.column_scale,
     read.CrossAttention: Built.cross_attention,
     read.Dropout: Built.dropout,
+    read.Experts: Built.experts,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
     read.Linear: Built.linear,
@@ -334,6 +377,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Reorder: Built.reorder,
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
+    read.RowScale: Built.row_scale,
     read.Scale: Built.scale,
     read.Times: Built.times,
     read.Transpose: Built.transpose,
@@ -347,6 +391,20 @@ def build(reading: read.Reading, module: nn.Module) -> Built:
         KeptError: opfuser has no operation for a part of it.
     """
     return Built(reading, module)
+
+
+def _clamps(op: read.Gated) -> dict[str, Any]:
+    alpha = _FACTORS[op.activation.name]
+    return {"limit": op.limit, "alpha": alpha, "glu_linear_offset": op.offset}
+
+
+def _scaled(op: read.Gated) -> Any | None:
+    """The operation that gates and scales rows, if there is one."""
+    blocks = 1 if op.interleaved else None
+    if op.limit is not None and op.activation.name in _FACTORS:
+        return basic.ScaledClampedQGeGLU(blocks, **_clamps(op))
+    plain = op.limit is None and op.activation == read.Activation("silu")
+    return basic.ScaledSwiGLU(blocks) if plain else None
 
 
 def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:

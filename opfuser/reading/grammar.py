@@ -15,6 +15,8 @@ import torch
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
 from .attention import AttentionFound, attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
+from .experts import experts_of
+from .in_place import settle_writes
 from .kept import KeptError
 from .norms import norm_of
 from .operations import (
@@ -34,11 +36,12 @@ from .operations import (
     Projection,
     Reading,
     Residual,
+    RowScale,
     Scale,
     Times,
 )
 from .products import product_of
-from .projections import calls_returning, linear_of, only_tensor, vector_of
+from .projections import calls_returning, linear_of, vector_of
 from .replay import is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
@@ -62,6 +65,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results
+    settle_writes(dataflow)
     whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
     rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
     if rows != result.shape[:-1] or (len(dtypes) > 1 and autocast is None):
@@ -96,6 +100,7 @@ class _Grammar:
             self.product,
             self.sum,
             self.torch_attention,
+            self.experts,
             self.attention,
         )
 
@@ -155,10 +160,9 @@ class _Grammar:
     def calls_of(self, passed: tuple[Value, ...], reason: str) -> list[Step]:
         """The children that return one of these values of one tensor, the innermost first."""
         out = []
-        for call in calls_returning(self.values.dataflow, passed):
-            x = only_tensor(call)
-            assert x is not None  # as such calls have it
-            op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason)
+        for found in calls_returning(self.values, passed):
+            call, x = found.call, found.x
+            op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason, found.item)
             out.append(Step((op,), x, passed[-1:], once=(call,)))
         return out
 
@@ -196,27 +200,30 @@ class _Grammar:
         for found in activations_in(self.values, product):
             if not found.rest.values:
                 return Step((found.activation, *_scaled(found.rest.factor)), found.x)
-            if len(found.rest.values) == 1:
+            if len(found.rest.values) == 1 and found.x.shape == found.rest.values[0].shape:
                 try:
                     return self.gated(found)
                 except KeptError as why:
                     reason = reason or why
         if len(product.values) == 2 and all(x.shape == v.shape for x in product.values):
             with suppress(KeptError):
-                source, branches = self.branches(product.values, base)
-                step = Step((), source).followed_by(*branches)
-                times = Times(tuple(b.operations for b in branches))
-                return step._replace(operations=(times, *_scaled(product.factor)), path=())
+                step = self.branches(product.values, base, Times)
+                return step.followed_by(Step(_scaled(product.factor), v))
         if reason is not None:
             raise reason
         if product.inverse_roots or product.values == (v,):
             return None
         scales = [x for x in product.values if vector_of(self.values, x) is not None]
         streams = [x for x in product.values if x not in scales]
+        columns = [x for x in streams if x.shape[-1:] == (1,) != v.shape[-1:]]
+        if len(columns) == 1 and len(streams) == 2 and not scales:
+            branches = columns + [x for x in streams if x not in columns]
+            scaled = self.branches(branches, base, lambda found: RowScale(*found))
+            return scaled.followed_by(Step(_scaled(product.factor), v))
         if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
             return None
-        columns = tuple(ColumnScale(scale.name) for scale in scales)
-        return Step((*columns, *_scaled(product.factor)), streams[0])
+        made = tuple(ColumnScale(scale.name) for scale in scales)
+        return Step((*made, *_scaled(product.factor)), streams[0])
 
     def gated(self, found: ActivationFound) -> Step:
         """An activation's result times something else."""
@@ -262,11 +269,8 @@ class _Grammar:
 
     def called(self, v: Value) -> Value | None:
         """As :meth:`projected`, where a child that is called may be a projection too."""
-        x, calls = self.projected(v), calls_returning(self.values.dataflow, [v])
-        if x is not None or not calls:
-            return x
-        of = only_tensor(calls[0])
-        return None if of is None else self.values.peel(of)
+        x, found = self.projected(v), next(calls_returning(self.values, [v]), None)
+        return x if x is not None or found is None else self.values.peel(found.x)
 
     def merged(self, outputs: Sequence[Value], what: str) -> Step:
         """Projections of one input, side by side."""
@@ -312,22 +316,26 @@ class _Grammar:
         if stream is None:
             raise KeptError(computed(v, "sums branches by"))
         others = [term for term in terms if term is not stream]
-        shared, branches = self.branches(others, stream)
-        parallel = Parallel(tuple(b.operations for b in branches))
-        step = self.chain(shared, stream)
-        whole = step.followed_by(*branches)
-        operations = (*step.operations, parallel)
+        whole = self.branches(others, stream, Parallel)
         if len(others) < len(terms):
-            operations = (Residual(operations),)
-        return whole._replace(operations=operations, path=())
+            whole = whole._replace(operations=(Residual(whole.operations),))
+        return whole
 
-    def branches(self, ends: Sequence[Value], base: Value | None) -> tuple[Value, list[Step]]:
-        """The last value that several are computed from, and how each of them is."""
+    def branches(
+        self,
+        ends: Sequence[Value],
+        base: Value | None,
+        joined: Callable[[tuple[tuple[Operation, ...], ...]], Operation],
+    ) -> Step:
+        """Values that are computed of one, joined by an operation."""
         paths = [self.chain(end, base).path for end in ends]
         shared = next((v for v in paths[0] if all(v in path for path in paths)), None)
         if shared is None:
             raise KeptError(computed(ends[0], "joins branches of several inputs, one made by"))
-        return shared, [self.chain(end, shared) for end in ends]
+        branches = [self.chain(end, shared) for end in ends]
+        step = self.chain(shared, base)
+        operations = (*step.operations, joined(tuple(b.operations for b in branches)))
+        return step.followed_by(*branches)._replace(operations=operations, path=())
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""
@@ -350,6 +358,12 @@ class _Grammar:
         return Step(
             found.operations, found.source, (), tokens, found.once, frozenset(found.written)
         )
+
+    def experts(self, v: Value, base: Value | None) -> Step | None:
+        found = experts_of(self.values, v)
+        if found is None:
+            return None
+        return Step((found.experts,), found.x, once=(found.router,), written=found.written)
 
     def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):

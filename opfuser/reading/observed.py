@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from .reads import GLOBAL_HOOKS, HOOKS, MISSING, Reads, Row, contents, is_scalar, unchanged
 
-__all__ = ["Observed", "attributes_of"]
+__all__ = ["FILLS_A_CACHE", "Observed", "attributes_of"]
+
+# The effect of a call of a memoised function with other arguments than before.
+FILLS_A_CACHE = "fills a cache"
 
 # Objects that are compared by identity: nothing inside them is read that is not noted elsewhere.
 _OPAQUE = (
@@ -164,7 +167,7 @@ class Observed:
         for cache, misses in self._caches.values():
             filled = cache.cache_info().misses != misses
             if filled and id(cache) in self.kept_results:  # it may hold stand-ins now
-                self.note_effect("fills a cache")
+                self.note_effect(FILLS_A_CACHE)
                 cache.cache_clear()
 
     def reads(self) -> Reads:

@@ -12,6 +12,8 @@ __all__ = [
     "ColumnScale",
     "CrossAttention",
     "Dropout",
+    "Experts",
+    "ExpertsLinear",
     "Gated",
     "HeadNorm",
     "Heads",
@@ -27,6 +29,7 @@ __all__ = [
     "Reorder",
     "Residual",
     "Rotary",
+    "RowScale",
     "Scale",
     "Times",
     "Transpose",
@@ -52,12 +55,15 @@ class Called:
         path: of the child.
         in_features, out_features: the last dimensions of its argument and of its result.
         reason: why it was not explained.
+        item: the place of the result among the tensors that it returns; None if it
+            is alone, and in rows as those of the argument.
     """
 
     path: str
     in_features: int
     out_features: int
     reason: str
+    item: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,12 +129,44 @@ class Activation:
 class Gated:
     """``y = f(a) (b + offset)`` of the halves [a, b] of the last dimension, f an activation.
 
-    With a limit, a is clamped from above, and b on both sides.
+    With a limit, a is clamped from above, and b on both sides. ``interleaved`` columns alternate.
     """
 
     activation: Activation
     limit: float | None = None
     offset: float = 0.0
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsLinear:
+    """``y = x W_e^T + b_e`` for rows of expert e; weights (count, out, in), biases (count, out)."""
+
+    weight: str
+    bias: str | None
+    count: int
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``y = Σ_j w_j down_e(f(up_e(x)))``, e the j-th of the experts that a router has chosen.
+
+    Attributes:
+        router: a child that is called with the input, and returns w and e.
+        weights, indices: their places among the tensors that it returns.
+        flat: whether it is called with a matrix of rows.
+        up, activation, down: of the experts.
+    """
+
+    router: Called
+    weights: int
+    indices: int
+    flat: bool
+    up: ExpertsLinear
+    activation: Activation | Gated
+    down: ExpertsLinear
 
 
 @dataclass(frozen=True)
@@ -277,6 +315,14 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class RowScale:
+    """``y = s(x) f(x)``, s of one column."""
+
+    scale: tuple[Operation, ...]
+    branch: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
 class Parallel:
     """``y = f(x) + g(x) + ...``."""
 
@@ -299,6 +345,7 @@ Operation = (
     | Activation
     | Gated
     | Dropout
+    | Experts
     | Scale
     | ColumnScale
     | Reorder
@@ -309,6 +356,7 @@ Operation = (
     | Attention
     | CrossAttention
     | Residual
+    | RowScale
     | Parallel
     | Times
 )

@@ -10,8 +10,9 @@ from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..op import BasicOperation, Dtypes
+from .dataflow import map_leaves
 
-__all__ = ["ColumnScale", "Multiply", "Reorder", "Transpose"]
+__all__ = ["ColumnScale", "Item", "Multiply", "Reorder", "Routed", "RowScale", "Transpose"]
 
 
 class Reorder(nn.Module):
@@ -91,3 +92,66 @@ class Transpose(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, in another order."""
         return x.transpose(0, 1).contiguous()
+
+
+class Routed(nn.Module):
+    """Experts, and the router that chooses them.
+
+    Args:
+        router: returns weights and experts of rows, among other tensors.
+        experts: a sequence that takes rows, the experts of each, and their weights.
+        weights, indices: their places among the tensors that the router returns.
+        flat: whether the router takes a matrix of rows.
+    """
+
+    def __init__(
+        self, router: nn.Module, experts: nn.Module, weights: int, indices: int, flat: bool
+    ) -> None:
+        super().__init__()
+        self.router, self.experts = router, experts
+        self.weights, self.indices, self.flat = weights, indices, flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the experts of each row compute, weighted and summed."""
+        rows = x.reshape(-1, x.shape[-1])
+        found = _tensors_in(self.router(rows if self.flat else x))
+        weights, indices = (found[n].reshape(len(rows), -1) for n in (self.weights, self.indices))
+        y: Tensor = self.experts(rows, indices, weights)
+        return y.view(x.shape)
+
+
+class Item(nn.Module):
+    """One of the tensors that a module returns, which may have lost the shape of the input.
+
+    Args:
+        inner: the module.
+        number: the place of the tensor.
+    """
+
+    def __init__(self, inner: nn.Module, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = inner, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The tensor that it returns there for an input, in rows as those of the input."""
+        y: Tensor = _tensors_in(self.inner(x))[self.number]
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class RowScale(nn.Module):
+    """The product of what two modules compute, of which the first has one column."""
+
+    def __init__(self, scale: nn.Module, branch: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.branch = scale, branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product for an input."""
+        y: Tensor = self.branch(x) * self.scale(x)
+        return y
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    return found

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .dataflow import Call, Dataflow, Value
+from .dataflow import Call, Value, values_in
 from .operations import Linear
 from .replay import origin_of, source_of
 from .values import Values
 
-__all__ = ["LinearFound", "calls_returning", "linear_of", "only_tensor", "vector_of"]
+__all__ = ["CallFound", "LinearFound", "calls_returning", "linear_of", "vector_of"]
 
 
 class LinearFound(NamedTuple):
@@ -89,17 +90,38 @@ def vector_of(values: Values, v: Any) -> Value | None:
     return v if v.origin == "parameter" and len(v.shape) == 1 else None
 
 
-def calls_returning(dataflow: Dataflow, found: Sequence[Value]) -> list[Call]:
-    """The calls of children with one tensor that return one of these values, innermost first."""
-    calls = [call for call in dataflow.calls if any(call.result is v for v in found)]
-    return [c for c in reversed(calls) if (x := only_tensor(c)) is not None and x not in found]
+class CallFound(NamedTuple):
+    """A call of a child with one tensor, and the one of its results that is looked for."""
+
+    call: Call
+    x: Value
+    result: Value
+
+    @property
+    def item(self) -> int | None:
+        """The place among the tensors that the child returns; None if rows are all it returns."""
+        alone = self.call.result is self.result and self.x.shape[:-1] == self.result.shape[:-1]
+        return None if alone else list(values_in(self.call.result)).index(self.result)
 
 
-def only_tensor(call: Call) -> Value | None:
-    """The tensor that a child was called with, if that is all, and rows became rows."""
-    if len(call.args) != 1 or call.kwargs or not isinstance(call.result, Value):
+def calls_returning(values: Values, found: Sequence[Value]) -> Iterator[CallFound]:
+    """The calls of children that return one of these values of one tensor, innermost first."""
+    for call in reversed(values.dataflow.calls):
+        for result in values_in(call.result):
+            x = _only_tensor(values, call, result)
+            if x is None or x in found:
+                continue
+            if result in found or values.equals(result, found[-1]):
+                yield CallFound(call, x, result)
+
+
+def _only_tensor(values: Values, call: Call, result: Value) -> Value | None:
+    """The tensor that a child was called with, if that is all, and it returned such rows."""
+    if len(call.args) != 1 or call.kwargs:
         return None
     (x,) = call.args
-    if not isinstance(x, Value) or not x.shape or x.shape[:-1] != call.result.shape[:-1]:
+    if not isinstance(x, Value) or not x.shape or not result.shape:
         return None
-    return x
+    if any(t.meta.dtype not in values.dtypes for t in (x, result)):
+        return None
+    return x if result.shape[:-1] in (x.shape[:-1], (math.prod(x.shape[:-1]),)) else None

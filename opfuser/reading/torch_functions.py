@@ -17,6 +17,7 @@ __all__ = [
     "OF_STRIDES",
     "QUESTIONS",
     "autocasts",
+    "chosen_by_entries",
     "computed",
     "described",
     "device_answer",
@@ -39,6 +40,7 @@ DRAWS = frozenset(
     poisson rand rand_like randint randint_like randn randn_like random_ randperm
     uniform_""".split()
 )
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _OF_TORCH = (
     types.BuiltinFunctionType,
     types.MethodDescriptorType,
@@ -70,14 +72,29 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{module}::{name}"
 
 
+def chosen_by_entries(op: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function returns the places of entries, of which there are as many as there are."""
+    return op in ("nonzero", "where") and len(args) == 1 and not kwargs
+
+
 def computed(op: str, function: Any, args: Any, kwargs: Any) -> Any:
     """What a function of torch returns for stand-ins."""
+    if chosen_by_entries(op, args, kwargs):  # the stand-ins are for those of all entries
+        places = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
+        return places.mT if op == "nonzero" else places.unbind()
+    if op == "__getitem__":  # where a number in a tensor selects, any number does
+        return function(args[0], map_leaves(_number, args[1]))
     if not op.endswith("grouped_mm"):
         return function(*args, **kwargs)
     # On meta it takes bf16 alone, where a CPU takes fp32 as well.
     dtype = args[0].dtype
     args, kwargs = map_leaves(_bf16, (args, kwargs))
     return function(*args, **kwargs).to(dtype)
+
+
+def _number(leaf: Any) -> Any:
+    selects = isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype in _INTEGERS
+    return 0 if selects else leaf
 
 
 def _bf16(leaf: Any) -> Any:

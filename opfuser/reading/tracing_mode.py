@@ -26,6 +26,7 @@ from .torch_functions import (
     OF_STRIDES,
     QUESTIONS,
     autocasts,
+    chosen_by_entries,
     computed,
     described,
     device_answer,
@@ -34,8 +35,13 @@ from .torch_functions import (
     with_devices,
 )
 from .traced_sizes import note_results, note_sizes, sizes_in
+from .turns import Turns
 
 __all__ = ["TracingMode", "tensors_in"]
+
+
+# Loops over experts have as many turns as there are experts.
+_TURNS_AT_MOST = 1024
 
 
 class TracingMode(TorchFunctionMode):
@@ -71,6 +77,7 @@ class TracingMode(TorchFunctionMode):
         for path, buffer in root.named_buffers():
             self.names.setdefault(id(buffer), ("buffer", path))
         self.values: dict[int, Value] = {}
+        self.counted: set[int] = set()  # values whose sizes depend on numbers in tensors
         self.foreign: dict[int, str] = {}  # why a value may not be what it seems
         self.kept_alive: list[Any] = []  # so that no id occurs twice
 
@@ -180,6 +187,13 @@ class TracingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
+        if op == "unbind" and args[1:] == (0,) and id(self.value_of(args[0])) in self.counted:
+            count = self.value_of(args[0]).shape[0]
+            if count > _TURNS_AT_MOST:
+                self.keep(f"has a loop of up to {count} turns in '{self.place}'")
+            return Turns(args[0], count, self.note_effect)
+        if op == "__bool__" and id(self.value_of(args[0])) in self.counted:
+            return self.decide(args[0])
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         note_sizes(op, args, kwargs, self.sizes)
         sized = {*sizes_in((args, kwargs))}
@@ -202,6 +216,13 @@ class TracingMode(TorchFunctionMode):
         self.add(node, result, tensors, written)
         return result
 
+    def decide(self, t: Tensor) -> bool:
+        """The answer no, noted as an effect, to a question about the number of an entry."""
+        node = Node("__bool__", Tensor.__bool__, (self.value_of(t),), {}, self.place)
+        node.effect = "decides by the numbers of entries"
+        self.append(node, [])
+        return False
+
     def answer(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
         """The answer to a question about a tensor that does not depend on its entries."""
         value: Value = self.value_of(args[0])
@@ -210,6 +231,8 @@ class TracingMode(TorchFunctionMode):
         graph = op in ("grad_fn", "is_leaf") or (op == "requires_grad" and value.origin != "input")
         if op in OF_STRIDES or graph:
             self.note_effect(f"asks for {op}")
+        if op in ("shape", "size", "numel", "nelement", "__len__") and id(value) in self.counted:
+            self.note_effect("asks how many entries there are")
         if op == "requires_grad":
             return value.requires_grad
         if op in ("shape", "size"):
@@ -232,6 +255,12 @@ class TracingMode(TorchFunctionMode):
         effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
         if in_place:
             effects.append(f"writes in place by {op}")
+        elif chosen_by_entries(op, node.args, node.kwargs):
+            effects.append(f"returns the places of a number of entries by {op}")
+            for t in results:
+                any(map(self.sizes.derive, t.shape))
+            if op == "nonzero":  # whoever asks for it has an effect
+                self.sizes.constants.add(results[0].shape[0])
         elif op in DRAWS:
             effects.append(f"draws random numbers by {op}")
         elif not results:
@@ -244,12 +273,22 @@ class TracingMode(TorchFunctionMode):
             effects.append(f"computes {op} with autocast switched")
         node.effect = ", ".join(effects)
         self.append(node, results, enabled and differentiated and keeps_gradients(op))
+        self.count(node, values)
+
+    def count(self, node: Node, values: list[Value]) -> None:
+        """Notes which results have sizes that depend on numbers in tensors."""
+        others = {v.shape for v in values if id(v) not in self.counted}
+        chosen = chosen_by_entries(node.op, node.args, node.kwargs)
+        if chosen or any(id(v) in self.counted for v in values):
+            sized = (v for v in node.results if chosen or v.shape not in others)
+            self.counted.update(map(id, sized))
 
     def append(self, node: Node, results: list[Tensor], requires_grad: bool = False) -> None:
         number = len(self.dataflow.nodes)
         for index, tensor in enumerate(results):
             name = f"{node.op}#{number}.{index}"
-            value = Value("node", name, tensor, node, requires_grad=requires_grad)
+            differentiable = requires_grad and not _counts(tensor.dtype)
+            value = Value("node", name, tensor, node, requires_grad=differentiable)
             node.results.append(value)
             self.values[id(tensor)] = value
             self.kept_alive.append(tensor)
@@ -308,6 +347,11 @@ class TracingMode(TorchFunctionMode):
 
 def _nothing() -> None:
     """Stands in nodes that call no function of torch."""
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are integers, of which there are no gradients."""
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _plain(leaf: Any) -> Any:

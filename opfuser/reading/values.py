@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
@@ -60,6 +61,12 @@ class Values:
         while (inner := self._same(v)) is not None:
             v = inner
         return v
+
+    def equals(self, v: Value, other: Value) -> bool:
+        """Whether ``other`` is among :meth:`passed` of ``v``."""
+        with suppress(KeptError):
+            return other in self.passed(v)
+        return False
 
     def _same(self, v: Value) -> Value | None:
         """What the node of a value did not change; None if it computed something."""

@@ -265,6 +265,24 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
+def test_a_child_is_called_in_its_own_dtype_alone() -> None:
+    """Its argument and its result are of the stream's dtype, or it would get or return another."""
+
+    class Widened(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float().sin()
+
+    for function in (
+        lambda m, x: x + m.odd(m.up(x).float()).to(x.dtype),
+        lambda m, x: x + m.widened(m.up(x)).to(x.dtype),
+    ):
+        example = example_of(function)
+        example.module.add_module("widened", Widened())
+        lower = Example(example.module.bfloat16(), (example.args[0].bfloat16(),))
+        with pytest.raises(KeptError, match="computes sin"):
+            read_of(lower)
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None:
     function, reason = KEPT[name]

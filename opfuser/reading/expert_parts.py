@@ -1,0 +1,166 @@
+"""What the ways have in common in which mixtures of experts are written."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .activations import activations_in, clamped_pair
+from .dataflow import Node, Value
+from .kept import KeptError
+from .operations import Activation, ExpertsLinear, Gated
+from .products import product_of
+from .values import Values, computed
+
+__all__ = ["ExpertsLinearFound", "Form", "Mixed", "activation_of", "stripped"]
+
+
+class Mixed(NamedTuple):
+    """A sum over experts: ``y = Σ_j w_j down(f(up(x)))``, w and the experts of shape (rows, j)."""
+
+    x: Value
+    indices: Value
+    weights: Value
+    top_k: int
+    up: ExpertsLinear
+    activation: Activation | Gated
+    down: ExpertsLinear
+
+
+class ExpertsLinearFound(NamedTuple):
+    """A linear function of each expert, and its argument."""
+
+    linear: ExpertsLinear
+    x: Value
+
+
+class Form:
+    """How rows that are computed by different experts are written.
+
+    Attributes:
+        values: of the dataflow.
+        experts: the expert of each row.
+        written: nodes with an effect that belong to it.
+    """
+
+    def __init__(self, values: Values, experts: Any) -> None:
+        self.values, self.experts = values, experts
+        self.written: tuple[Node, ...] = ()
+
+    def rows(self, v: Value, top_k: int) -> Value | None:
+        """What rows are copies of, each of so many."""
+        raise NotImplementedError
+
+    def product(self, v: Value) -> tuple[Value, Value, bool] | None:
+        """(x, weights of all experts, whether these are stored as (in, out)) of a product."""
+        raise NotImplementedError
+
+    def is_expert(self, index: Any) -> bool:
+        """Whether parameters that are indexed so are those of the expert of each row."""
+        return isinstance(index, Value) and stripped(self.values, index) is self.experts
+
+    def mixed(self, out: Value, indices: Value, weights: Value, top_k: int) -> Mixed | None:
+        """The experts that compute rows, which are summed with weights; None if they are none."""
+        down = self.linear(out)
+        if down is None:
+            return None
+        activation, hidden = activation_of(self.values, down.x)
+        up = self.linear(hidden)
+        x = None if up is None else self.rows(up.x, top_k)
+        if up is None or x is None or up.linear.count != down.linear.count:
+            return None
+        return Mixed(x, indices, weights, top_k, up.linear, activation, down.linear)
+
+    def linear(self, v: Value) -> ExpertsLinearFound | None:
+        """The linear functions that rows are the results of."""
+        op, args = self.values.term(v)
+        bias = None
+        if op == "add" and isinstance(args[1], Value):
+            for inner, added in (args, args[::-1]):
+                bias = self.parameter(added)
+                if bias is not None:
+                    v = inner
+                    break
+        found = self.product(v)
+        if found is None:
+            return None
+        x, weight, transposed = found
+        if len(weight.shape) != 3 or weight.origin != "parameter":
+            return None
+        if transposed:
+            raise KeptError("has experts whose weights are stored as (in, out)")
+        count, out_features, in_features = weight.shape
+        if bias is not None and bias.shape != (count, out_features):
+            return None
+        if any(t.meta.dtype not in self.values.dtypes for t in (weight, self.values.peel(v))):
+            return None
+        name = None if bias is None else bias.name
+        made = ExpertsLinear(weight.name, name, count, in_features, out_features)
+        return ExpertsLinearFound(made, x)
+
+    def parameter(self, v: Any) -> Value | None:
+        """The parameter of all experts that a value has the entries of."""
+        if not isinstance(v, Value):
+            return None
+        op, args = self.values.term(v)
+        if op != "__getitem__" or not self.is_expert(args[1]):
+            return None
+        whole = args[0]
+        return whole if whole.origin == "parameter" else None
+
+
+def activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]:
+    """An activation between two linear functions, gated or not, and its argument.
+
+    Raises:
+        KeptError: it is none that is known.
+    """
+    product = product_of(values, v, None)
+    for found in activations_in(values, product):
+        if found.rest.factor != 1:
+            continue
+        if not found.rest.values:
+            return found.activation, found.x
+        if len(found.rest.values) > 1:
+            continue
+        gate, up = found.x, found.rest.values[0]
+        limit, offset = None, 0.0
+        clamped = clamped_pair(values, gate, up)
+        if clamped is not None:
+            gate, up, limit, offset = clamped
+        halves = _halves_of(values, gate, up)
+        if halves is not None:
+            whole, interleaved = halves
+            return Gated(found.activation, limit, offset, interleaved), whole
+    raise KeptError(computed(v, "has experts that compute"))
+
+
+def _halves_of(values: Values, gate: Value, up: Value) -> tuple[Value, bool] | None:
+    """(the value of whose columns one half gates the other, whether these alternate)."""
+    gate, up = values.peel(gate), values.peel(up)
+    (op, args), (other, others) = values.term(gate), values.term(up)
+    if (op, args[:1]) != (other, others[:1]) or gate.node is None or up.node is None:
+        return None
+    whole = args[0]
+    if op == "chunk" and gate.node is up.node and gate.node.results == [gate, up]:
+        dim = args[2] if len(args) > 2 else 0
+        return (whole, False) if args[1] == 2 and dim in (-1, len(whole.shape) - 1) else None
+    if op != "__getitem__" or not all(_is_of_columns(a[1]) for a in (args, others)):
+        return None
+    size = whole.shape[-1]
+    first, second = (range(size)[a[1][1]] for a in (args, others))
+    if (first, second) == (range(0, size, 2), range(1, size, 2)):
+        return whole, True
+    half = size // 2
+    return (whole, False) if (first, second) == (range(half), range(half, 2 * half)) else None
+
+
+def _is_of_columns(index: Any) -> bool:
+    return type(index) is tuple and len(index) == 2 and index[0] is ... and type(index[1]) is slice
+
+
+def stripped(values: Values, v: Value) -> Value:
+    """The value whose entries these are, in the same order."""
+    v = values.peel(v)
+    while v.node is not None and values.term(v).op in ("reshape", "flatten"):
+        v = values.peel(values.term(v).args[0])
+    return v

@@ -1,0 +1,73 @@
+"""Mixtures of experts, and the routers that choose them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .dataflow import Call, Node, Value, values_in
+from .expert_loops import experts_by_loop
+from .expert_parts import Mixed, stripped
+from .expert_rows import experts_by_rows
+from .kept import KeptError
+from .operations import Called, Experts
+from .values import Values, computed
+
+__all__ = ["ExpertsFound", "experts_of"]
+
+
+class ExpertsFound(NamedTuple):
+    """Experts, the rows that they are of, and what belongs to them.
+
+    Attributes:
+        experts: what they compute.
+        x: the rows.
+        router: the call that has chosen them.
+        written: nodes with an effect that choosing rows has.
+    """
+
+    experts: Experts
+    x: Value
+    router: Call
+    written: frozenset[Node]
+
+
+def experts_of(values: Values, v: Value) -> ExpertsFound | None:
+    """The mixture of experts that a value is the result of.
+
+    Raises:
+        KeptError: it is one that opfuser has no operation for, or whose router is no child.
+    """
+    if values.autocast is not None:
+        return None
+    found = experts_by_rows(values, v) or experts_by_loop(values, v)
+    if found is None:
+        return None
+    mixed, written = found
+    router = _router_of(values, mixed, v)
+    weights, indices = (_place_of(values, router, of) for of in (mixed.weights, mixed.indices))
+    (given,) = router.args
+    reason = "chooses experts"
+    called = Called(router.path, given.shape[-1], mixed.top_k, reason)
+    flat = len(given.shape) == 2
+    experts = Experts(called, weights, indices, flat, mixed.up, mixed.activation, mixed.down)
+    return ExpertsFound(experts, mixed.x, router, frozenset(written))
+
+
+def _router_of(values: Values, mixed: Mixed, v: Value) -> Call:
+    """The call of a child, with the rows alone, that returns the weights and the experts."""
+    for call in reversed(values.dataflow.calls):
+        returned = [stripped(values, r) for r in values_in(call.result)]
+        if mixed.weights not in returned or mixed.indices not in returned:
+            continue
+        given = list(values_in((call.args, call.kwargs)))
+        if len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Value):
+            same = values.peel(given[0]) is values.peel(mixed.x)
+            if same and given[0].meta.dtype == mixed.x.meta.dtype:
+                return call
+    raise KeptError(computed(v, "has experts that no child chooses, summed"))
+
+
+def _place_of(values: Values, router: Call, of: Value) -> int:
+    """The place among the tensors that a router returns."""
+    returned = [stripped(values, r) for r in values_in(router.result)]
+    return returned.index(of)

@@ -1,0 +1,102 @@
+"""Writes in place to tensors that nothing else looks at: they compute what their results hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dataflow import Dataflow, Node, Value, values_in
+
+__all__ = ["settle_writes"]
+
+# What computes the same and writes nothing.
+_WITHOUT: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add_": ("add", Tensor.add),
+    "sub_": ("sub", Tensor.sub),
+    "mul_": ("mul", Tensor.mul),
+    "div_": ("div", Tensor.div),
+    "__iadd__": ("add", Tensor.add),
+    "__isub__": ("sub", Tensor.sub),
+    "__imul__": ("mul", Tensor.mul),
+    "__itruediv__": ("div", Tensor.div),
+    "index_add_": ("index_add", Tensor.index_add),
+}
+
+
+def settle_writes(dataflow: Dataflow) -> None:
+    """Turns such writes into nodes without an effect.
+
+    A tensor that is written to is another value from then on. That is all that there is to a write
+    if no view of the tensor, and nothing that it is a view of, is read behind it or returned, if
+    the tensor was made by the forward, and if nothing may have kept it.
+
+    Args:
+        dataflow: of a forward.
+    """
+    sharing: dict[int, list[tuple[int, Value]]] = {}
+    read_last: dict[Value, int] = {}
+    for value, number in _made(dataflow):
+        sharing.setdefault(_memory(value), []).append((number, value))
+    for number, node in enumerate(dataflow.nodes):
+        read_last.update(dict.fromkeys(values_in((node.args, node.kwargs)), number))
+    read_last.update(dict.fromkeys(values_in(dataflow.result), len(dataflow.nodes)))
+    kept = [
+        c for c in dataflow.calls if any(n.op == "effect" for n in dataflow.nodes[c.start : c.end])
+    ]
+    for number, node in enumerate(dataflow.nodes):
+        if node.effect != f"writes in place by {node.op}" or not _is_own(node):
+            continue
+        same = [(n, v) for n, v in sharing[_memory(node.args[0])] if n < number]
+        if any(n < 0 or read_last.get(v, -1) > number for n, v in same):
+            continue
+        # Hooks, or what a child has done besides, may have kept what a child has returned.
+        hooked = any(dataflow.nodes[n].op == "call_module" for n, _ in same)
+        if not hooked and not any(c.start <= n < c.end <= number for c in kept for n, _ in same):
+            _settle(node)
+    for call in list(dataflow.calls):
+        inside = dataflow.nodes[call.start : call.end]
+        said = dataflow.nodes[call.end : call.end + 1]
+        writes = any(node.effect.startswith("writes in place") for node in inside)
+        text = f"has '{call.path}' write to its arguments"
+        if not writes and [node.effect for node in said] == [text]:
+            said[0].effect = ""
+            dataflow.calls.remove(call)  # by itself it writes to what it is given
+
+
+def _made(dataflow: Dataflow) -> Iterator[tuple[Value, int]]:
+    """Every value, and the number of the node that made it; -1 for others."""
+    for number, node in enumerate(dataflow.nodes):
+        for value in values_in((node.args, node.kwargs)):
+            if value.node is None:
+                yield value, -1
+        for value in node.results:
+            yield value, number
+
+
+def _memory(value: Value) -> int:
+    address: int = value.meta.untyped_storage()._cdata
+    return address
+
+
+def _is_own(node: Node) -> bool:
+    """Whether a node writes all that it returns to its first argument, and reads it once."""
+    x, *others = values_in((node.args, node.kwargs))
+    if not node.args or node.args[0] is not x or [r.meta is x.meta for r in node.results] != [True]:
+        return False
+    if any(_memory(other) == _memory(x) for other in others):
+        return False
+    if node.op in _WITHOUT:
+        operands = [v.meta if isinstance(v, Value) else v for v in node.args[1:2]]
+        return all(torch.result_type(x.meta, operand) == x.meta.dtype for operand in operands)
+    return node.kwargs.get("inplace") is True
+
+
+def _settle(node: Node) -> None:
+    node.effect = ""
+    if node.op in _WITHOUT:
+        node.op, node.function = _WITHOUT[node.op]
+    else:
+        node.kwargs = {**node.kwargs, "inplace": False}
