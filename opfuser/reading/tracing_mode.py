@@ -287,10 +287,9 @@ class TracingMode(TorchFunctionMode):
         number = len(self.dataflow.nodes)
         for index, tensor in enumerate(results):
             name = f"{node.op}#{number}.{index}"
-            differentiable = requires_grad and not _counts(tensor.dtype)
-            value = Value("node", name, tensor, node, requires_grad=differentiable)
+            value = self.values[id(tensor)] = Value("node", name, tensor, node)
+            value.requires_grad = requires_grad and not _counts(tensor.dtype)
             node.results.append(value)
-            self.values[id(tensor)] = value
             self.kept_alive.append(tensor)
         if not self.muted:
             self.dataflow.nodes.append(node)

@@ -16,7 +16,7 @@ from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
 from opfuser.reading.operations import Experts, Gated
 
-from .families import WIDTH, layer_of, model_of, randomised, stream
+from .families import layer_of, stream
 from .mutations import MUTATIONS, count_of, outcome_of
 from .recomputed import (
     Example,
@@ -26,6 +26,7 @@ from .recomputed import (
     operations_in,
     read_of,
 )
+from .tiny import WIDTH, model_of, randomised
 
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from opfuser.reading.kept import KeptError
 
-from .families import WIDTH, randomised, stream
+from .families import stream
 from .recomputed import Example, assert_recomputed, read_of
+from .tiny import WIDTH, randomised
 
 
 class Layers(nn.Module):

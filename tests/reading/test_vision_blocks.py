@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from opfuser.reading.kept import KeptError
 
-from .families import LENGTH, WIDTH, randomised, stream
+from .families import stream
 from .mutations import MUTATIONS, count_of, outcome_of
 from .recomputed import Example, assert_recomputed, called_in, read_of
+from .tiny import LENGTH, WIDTH, randomised
 
 
 class LayerScale(nn.Module):
