@@ -101,13 +101,17 @@ def attention_of(
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
     queries, keys = [(q.source, q.columns)], [(f.source, _distinct(f)) for f in (k, u)]
     heads = _sizes_of(*(columns for _, columns in (*queries, *keys)))
+    masks = _masks_of(values, core.masks)
+    if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
+        # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
+        raise KeptError("hides keys by large numbers of its own, with gradients enabled")
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
         core.causal,
         core.dropout_p,
         core.softcap,
-        _masks_of(values, core.masks),
+        masks,
         None if update is None else update.kwargs["layer"],
         core.sinks,
     )

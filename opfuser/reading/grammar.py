@@ -61,7 +61,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
     """
-    results = [v for v in values_in(dataflow.result) if v.origin != "input"]
+    results = list(values_in(dataflow.result))
+    results = [v for v in results if v.origin != "input"] or results[:1]
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results

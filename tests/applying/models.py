@@ -70,7 +70,7 @@ def inputs_of(model: nn.Module) -> dict[str, Tensor]:
 def step(model: nn.Module, call: Callable[..., Any] | None = None, **others: Any) -> list[Tensor]:
     """Output and gradients of a training step, those of the parameters in order."""
     model.zero_grad()
-    out = (model if call is None else call)(**inputs_of(model), **others)
+    out = (model if call is None else call)(**{**inputs_of(model), **others})
     y: Tensor = out if isinstance(out, Tensor) else out[0]
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).cos().view(y.shape)
     (y * weights).sum().backward()
@@ -96,6 +96,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Llama": llama,
     "Qwen3": lambda: model_of("qwen3").train(),
     "GPT-2": lambda: model_of("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train(),
+    "BART": lambda: model_of("bart").train(),
     "BERT": lambda: model_of("bert").eval(),
     "ViT": lambda: model_of("vit").train(),
     "nanoGPT": nano_gpt,
@@ -105,6 +106,10 @@ WHOLE = {
     "Llama": ["layers.0", "layers.1", "layers.2", "norm"],
     "Qwen3": ["layers.0", "layers.1", "norm"],
     "GPT-2": ["h.0", "h.1", "ln_f"],
+    "BART": [
+        *(f"encoder.{name}" for name in ("layers.0", "layers.1", "layernorm_embedding")),
+        *(f"decoder.{name}" for name in ("layers.0", "layers.1", "layernorm_embedding")),
+    ],
     "BERT": ["embeddings.LayerNorm", "encoder.layer.0", "encoder.layer.1"],
     "ViT": ["layers.0", "layers.1", "layernorm"],
     "nanoGPT": ["blocks.0", "blocks.1", "norm"],

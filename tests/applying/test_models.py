@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import opfuser
 from opfuser.applying import report
 
-from ..reading.tiny import model_of
-from .models import MODELS, WHOLE, assert_equal_steps, inputs_of, paths, step
+from ..reading.tiny import LENGTH, WIDTH, model_of
+from .models import IDS, MODELS, WHOLE, assert_equal_steps, inputs_of, paths, step
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -31,6 +34,26 @@ def test_an_example_tells_what_calls_will_find(name: str) -> None:
     now = report(model)
     assert paths(now) == WHOLE[name]
     assert {entry.path for entry in now.kept} == {entry.path for entry in told.kept}
+
+
+def test_inputs_that_a_layer_returns_are_those_that_it_was_given() -> None:
+    """A bias of attention that was computed by the first layer goes from layer to layer."""
+    model: Any = model_of("t5").eval()
+    ids = inputs_of(model) | {"decoder_input_ids": IDS.flip(1)}
+    ids["attention_mask"] = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    want = step(model, **ids)
+    with torch.no_grad():
+        hidden = model(**ids)[0]
+        opfuser.apply(model)
+        torch.testing.assert_close(model(**ids)[0], hidden, rtol=1e-5, atol=1e-5)
+        bias = torch.randn(1, 4, LENGTH, LENGTH, dtype=torch.float64)
+        x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+        assert model.encoder.block[1](x, None, bias)[1] is bias
+    assert "encoder.block.1" in paths(report(model))
+    assert_equal_steps(step(model, **ids), want, 1e-5)
+    told = {entry.reason for entry in report(model).kept}
+    fell_back = {reason for entry in report(model).computed for reason, _ in entry.fell_back}
+    assert any("needs a gradient" in reason for reason in told | fell_back)
 
 
 @pytest.mark.parametrize("family", ["cohere", "glm", "gpt_neox", "llama"])

@@ -203,6 +203,37 @@ def test_attention_to_another_input_is_read(fused: bool, masked: bool) -> None:
     assert kind.attention.heads == Heads(HEADS, HEADS if fused else KEYS, SIZE, SIZE)
 
 
+def test_masks_that_are_joined_are_read() -> None:
+    lowest = torch.finfo(torch.float64).min
+    parts = [torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64), MASK > 0, MASK]
+
+    def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hides: Tensor, mask: Tensor) -> Tensor:
+        joint = torch.where(hides, bias + mask, lowest)
+        return F.scaled_dot_product_attention(q, k, v, joint, enable_gqa=True)
+
+    def summed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hides: Tensor, mask: Tensor) -> Any:
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        return (bias + q @ k.mT + mask).softmax(-1) @ v
+
+    example = example_of(*parts, core=core)
+    with pytest.raises(KeptError, match="hides keys by large numbers"):
+        read_of(example)
+    assert len(found(example_of(*parts, core=summed), Attention).masks) == 2
+    with torch.no_grad():
+        kind = next(
+            op for op in operations_in(read_of(example).operations) if isinstance(op, Attention)
+        )
+        assert [(mask.input, mask.lowest) for mask in kind.masks] == [
+            (1, None),
+            (3, None),
+            (2, lowest),
+        ]
+        got = build(read_of(example), example.module)(example.inputs())
+        torch.testing.assert_close(got, example.module(*example.args))
+    with pytest.raises(KeptError, match="are not all numbers"):
+        read_of(example_of(parts[1], core=lambda q, k, v, m: summed(q, k, v, m, m, m)))
+
+
 def test_sinks_are_read() -> None:
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(2, 1) for t in (k, v))

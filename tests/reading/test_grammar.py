@@ -226,7 +226,7 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda m, x: (m.w.detach().zero_(), m.up(x))[1],
         "writes in place by zero_",
     ),
-    "two tensors": (lambda m, x: (m.up(x), x), "returns 2 tensors"),
+    "two tensors": (lambda m, x: (m.up(x), m.gate(x)), "returns 2 tensors"),
     "nothing": (lambda m, x: x, "computes nothing"),
     "other rows": (lambda m, x: m.up(x).mean(1), "computes mean"),
     "rows in another order": (lambda m, x: m.up(x.flip(1)), "computes flip"),
