@@ -196,9 +196,9 @@ class Loop(nn.Module):
         self.down_bias = nn.Parameter(torch.randn(4, WIDTH))
         self.visit, self.turn, self.after = visit, turn or Loop.expert, after
 
-    def expert(self, e: Any, rows: Tensor) -> Tensor:
+    def expert(self, e: Any, rows: Tensor, f: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
         gate, up = (F.linear(rows, self.up[e]) + self.up_bias[e]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down[e]) + self.down_bias[e]
+        return F.linear(f(gate) * up, self.down[e]) + self.down_bias[e]
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.view(-1, WIDTH)
@@ -291,6 +291,10 @@ KEPT: dict[str, tuple[Loop, str]] = {
         "has a loop of up to 2240 turns",
     ),
     "the third turn differs": (Loop(hits, Counting()), "computes index_add"),
+    "an expert gates by another function": (
+        Loop(turn=lambda self, e, rows: Loop.expert(self, e, rows, F.relu if e == 2 else F.silu)),
+        "computes index_add",
+    ),
     "another expert's bias": (
         Loop(turn=lambda self, e, rows: Loop.expert(self, e, rows) + self.down_bias[3]),
         "computes index_add",
