@@ -96,6 +96,11 @@ class TracingMode(TorchFunctionMode):
         self.failed = self.failed or KeptError(reason)
         raise self.failed from cause
 
+    def forget(self) -> None:
+        """Lets tensors and caches of the call go, which cycles would hold."""
+        for held in (self.values, self.kept_alive, self.caches, self.open_calls):
+            held.clear()
+
     # Tensors and values
 
     def take(self, leaf: Any) -> Any:
