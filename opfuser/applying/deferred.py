@@ -52,6 +52,11 @@ class Head:
     calls: int = 0
     _sequences: dict[tuple[Any, ...], Sequential] = dataclasses.field(default_factory=dict)
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether losses were computed without logits, and still are."""
+        return self.losses > 0 and not self.wanted
+
     @classmethod
     def of(cls, reading: Reading, module: nn.Module) -> Head | None:
         """That of a module; None if it does not end in a linear operation."""

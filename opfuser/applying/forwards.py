@@ -131,8 +131,8 @@ class State:
         self._kinds: tuple[_Kind, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        key = id(self.application)
-        return type(self)(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
+        application = copy.deepcopy(self.application, memo)
+        return type(self)(application, copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
         return type(None), ()
