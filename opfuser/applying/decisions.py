@@ -256,7 +256,9 @@ class Application:
         before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow.result)
-            found.reading = read(found.trace.dataflow, autocast_dtype(device_of(module, args, kwargs)))
+            found.reading = read(
+                found.trace.dataflow, autocast_dtype(device_of(module, args, kwargs))
+            )
             _check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
         except Exception as error:  # noqa: BLE001 - as in `decide`
