@@ -7,6 +7,7 @@ configuration. :func:`revert` puts back what was, and :func:`report` says what c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,10 +55,6 @@ def apply(
     }
     if example is None and isinstance(model, nn.Module):
         for made in examples(model):
-            try:
+            with suppress(Exception):  # whatever a model of somebody else raises
                 return applying.apply(model, example=made, **options)
-            # Whatever a model of somebody else raises when it is called so.
-            except Exception:  # noqa: BLE001, S112
-                continue
     return applying.apply(model, example=example, **options)
-

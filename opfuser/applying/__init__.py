@@ -5,4 +5,14 @@ from __future__ import annotations
 from .application import apply, is_computed, is_foreign, report, revert
 from .reports import Computed, Inside, Kept, Report
 
-__all__ = ["Computed", "Inside", "Kept", "Report", "apply", "is_computed", "is_foreign", "report", "revert"]
+__all__ = [
+    "Computed",
+    "Inside",
+    "Kept",
+    "Report",
+    "apply",
+    "is_computed",
+    "is_foreign",
+    "report",
+    "revert",
+]

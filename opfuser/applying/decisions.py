@@ -38,6 +38,7 @@ from ..reading.operations import (
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
+from ..reading.small_calls import small_call
 from ..reading.tracer import Trace, device_of, trace
 from .checks import Checks, checks_of, with_exchanged_parameters
 from .deferred import Head
@@ -50,6 +51,8 @@ __all__ = ["Application", "Decision"]
 _MODULES_AT_MOST = 200
 # So many siblings are traced without success before the others are taken to be the same.
 _FAILURES = 3
+# Where no size is larger, a call takes no longer to read than a small one in its place.
+_LARGE = 64
 # Of each class, so many traces are remembered.
 _TRACES = 64
 # One of these alone is what torch computes as well, with less to do before.
@@ -244,7 +247,7 @@ class Application:
         if len(failed) >= _FAILURES and len(set(failed)) == 1:
             raise KeptError(failed[0])
         try:
-            traced = trace(module, args, kwargs)
+            traced = _traced(module, args, kwargs, key)
         except NotNowError:
             raise
         except KeptError as kept:
@@ -273,6 +276,16 @@ class Application:
         found.trace.dataflow = Dataflow()
         found.trace.key = found.trace.key._replace(caches=())
         return found
+
+
+def _traced(module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> Trace:
+    """A trace of a call: of a small one like it, if the call is large and that says the same."""
+    if max(key.sizes, default=0) > _LARGE:
+        with suppress(KeptError):
+            found = trace(module, *small_call(module, args, kwargs))
+            if found.key.facts == key.facts and found.takes(key, module):
+                return found
+    return trace(module, args, kwargs)
 
 
 def _reason_of(error: Exception) -> str:

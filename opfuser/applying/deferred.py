@@ -52,6 +52,11 @@ class Head:
     calls: int = 0
     _sequences: dict[tuple[Any, ...], Sequential] = dataclasses.field(default_factory=dict)
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether losses were computed without logits, and still are."""
+        return self.losses > 0 and not self.wanted
+
     @classmethod
     def of(cls, reading: Reading, module: nn.Module) -> Head | None:
         """That of a module; None if it does not end in a linear operation."""
@@ -117,7 +122,8 @@ class _Call:
         return [t._version for t in (self.x, *self.parameters) if t is not None]
 
     def tensor(self, x: Tensor, dtype: torch.dtype) -> Any:
-        made: Any = _Unknown.apply(self, x, dtype, *self.parameters)
+        apply: Any = _Unknown.apply
+        made = apply(self, x, dtype, *self.parameters)
         made.call, made.x = self, x
         return made
 
@@ -158,7 +164,7 @@ class _Call:
             for reference in self._derived:
                 found = reference()
                 if found is not None:
-                    found.computed = found.function(found.parent.value())
+                    found.computed = found.value_of_parent()
         self.parameters, self._derived = (None, None), []
 
 
@@ -176,12 +182,12 @@ class _Unknown(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias)
         ctx.dtype, ctx.modes = dtype, call.modes
         shape = *x.shape[:-1], weight.shape[0]
-        return Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=x.device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=x.device)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        leaves = [None if t is None else t.detach() for t in ctx.saved_tensors]
+        leaves: list[Any] = [None if t is None else t.detach() for t in ctx.saved_tensors]
         needed = [n for n, index in enumerate((1, 3, 4)) if ctx.needs_input_grad[index]]
         for n in needed:
             leaves[n].requires_grad_()
@@ -216,6 +222,11 @@ class Deferred(Tensor):
         assert made is not None
         return made
 
+    def value_of_parent(self) -> Tensor:
+        """What they are of the logits that they are computed of."""
+        assert self.function is not None
+        return self.function(self.parent.value())
+
     @classmethod
     def __torch_function__(
         cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
@@ -234,7 +245,7 @@ class Deferred(Tensor):
         return function(*map_leaves(_known, args), **map_leaves(_known, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return function(*map_leaves(_known, args), **map_leaves(_known, kwargs or {}))
@@ -271,7 +282,7 @@ def without_deferred(result: Any) -> Any:
 def _cast(logits: Deferred, dtype: Any = None, *others: Any) -> Tensor | None:
     if others:
         return None
-    if dtype is None or dtype == logits.dtype or dtype == logits.device:
+    if dtype is None or dtype in (logits.dtype, logits.device):
         return logits if dtype is not None else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return None

@@ -131,8 +131,8 @@ class State:
         self._kinds: tuple[_Kind, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        key = id(self.application)
-        return type(self)(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
+        application = copy.deepcopy(self.application, memo)
+        return type(self)(application, copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
         return type(None), ()
@@ -167,21 +167,20 @@ class State:
         if reason:
             self.passed[reason] += 1
             return type(module).forward(module, *args, **kwargs)
-        head = decision.head
-        if head is not None and self.local.within and not is_hooked(module):
-            deferred = head.deferred(given[0])
-            if deferred is not None:
-                return deferred
-        decision.calls += 1
-        if decision.built is None:
-            return type(module).forward(module, *args, **kwargs)
         return self._computed(module, decision, given, args, kwargs)
 
     def _computed(
         self, module: Any, decision: Decision, given: Given, args: Any, kwargs: Any
     ) -> Any:
-        assert decision.built is not None
         inputs, _, cache = given
+        head = decision.head
+        if head is not None and self.local.within and not is_hooked(module):
+            deferred = head.deferred(inputs)
+            if deferred is not None:
+                return deferred
+        decision.calls += 1
+        if decision.built is None:
+            return type(module).forward(module, *args, **kwargs)
         if cache is not None and torch.is_grad_enabled():
             cache = WithoutGradients(cache)
         try:

@@ -69,7 +69,7 @@ def examples(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         dtype = next(p.dtype for p in parameters if p.is_floating_point())
         yield {name: torch.zeros(shape, dtype=dtype, device=device)}
         return
-    words: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    words: int = model.get_input_embeddings().num_embeddings
     tokens = torch.arange(1, 1 + shape[0] * shape[1], device=device).view(shape) % words
     if model.training and "labels" in inspect.signature(type(model).forward).parameters:
         yield {name: tokens, "labels": tokens}

@@ -57,6 +57,10 @@ class CacheStandIn:
     def __class__(self) -> Any:  # so that forwards take it for what it stands for
         return type(self._cache)
 
+    def forget(self) -> None:
+        """Lets the cache go, and stands for an empty one of its type."""
+        self._cache = object.__new__(type(self._cache))
+
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

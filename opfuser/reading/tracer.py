@@ -103,7 +103,8 @@ def trace(
     key = call_key(module, args, kwargs, constants)
     sizes = Sizes(key.sizes, constants.union(key.constants))
     mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)
-    with ExitStack() as modes:
+    with ExitStack() as end, ExitStack() as modes:
+        end.callback(mode.forget)
         # What is around the call, such as a count of operations, is told of nothing.
         modes.enter_context(_disable_current_modes())
         args, kwargs = map_leaves(mode.take, args), map_leaves(mode.take, kwargs)
@@ -114,10 +115,11 @@ def trace(
         modes.enter_context(torch.set_grad_enabled(mode.grad_enabled))
         with mode.recording.active(), recorded_calls(mode):
             result = mode.call(type(module).forward, module, args, kwargs)
-    mode.dataflow.result = map_leaves(mode.result_leaf, result)
-    reads = mode.recording.observed.reads()
-    if not reads.current():
-        raise KeptError("changes what it reads")
+        modes.close()
+        mode.dataflow.result = map_leaves(mode.result_leaf, result)
+        reads = mode.recording.observed.reads()
+        if not reads.current():
+            raise KeptError("changes what it reads")
     return Trace(module, mode.dataflow, reads, key, sizes.guards, tuple(mode.updates))
 
 

@@ -66,6 +66,7 @@ class TracingMode(TorchFunctionMode):
         self.stand_in_device = device if self.autocast else torch.device("meta")
         self.failed: KeptError | None = None
         self.caches: list[Any] = []
+        self.stand_ins: list[CacheStandIn] = []
         self.updates: list[Update] = []
         self.muted = 0  # how many calls of children that are one node are open
         self.paused = False
@@ -102,6 +103,13 @@ class TracingMode(TorchFunctionMode):
         self.failed = self.failed or KeptError(reason)
         raise self.failed from cause
 
+    def forget(self) -> None:
+        """Lets tensors and caches of the call go, which cycles would hold."""
+        for held in (self.values, self.kept_alive, self.caches, self.open_calls):
+            held.clear()
+        for stand_in in self.stand_ins:
+            stand_in.forget()
+
     # Tensors and values
 
     def take(self, leaf: Any) -> Any:
@@ -110,7 +118,8 @@ class TracingMode(TorchFunctionMode):
             self.recording.has_cache = True
             if not any(leaf is cache for cache in self.caches):
                 self.caches.append(leaf)
-            return CacheStandIn(leaf, self.update, self.keep)
+            self.stand_ins.append(CacheStandIn(leaf, self.update, self.keep))
+            return self.stand_ins[-1]
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.values:

@@ -106,9 +106,7 @@ def _from_torch(model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module | Non
     return from_torch(model) if conversion_report(model).replaced else None
 
 
-def _applied(
-    model: nn.Module, inputs: tuple[Tensor, ...], *, fused_loss: bool
-) -> nn.Module | None:
+def _applied(model: nn.Module, inputs: tuple[Tensor, ...], *, fused_loss: bool) -> nn.Module | None:
     if not any(type(m).__module__.startswith("transformers.") for m in model.modules()):
         return None
     other: nn.Module = copy.deepcopy(model, {id(p): p for p in model.parameters()})

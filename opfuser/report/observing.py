@@ -89,7 +89,9 @@ def calls_seen(
         enter: is given the module.
         leave: is given the module, its positional arguments, and its result, or None if it raised.
     """
-    original = nn.Module._call_impl  # and not __call__, by which fused operations know their own
+    original: Any = (
+        nn.Module._call_impl
+    )  # and not __call__, by which fused operations know their own
 
     def seen(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         enter(module)
@@ -100,7 +102,7 @@ def calls_seen(
             leave(module, args, output)
         return output
 
-    nn.Module._call_impl = seen  # type: ignore[method-assign]
+    nn.Module._call_impl = seen  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

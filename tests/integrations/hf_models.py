@@ -89,7 +89,7 @@ MODELS: dict[str, Callable[..., Any]] = {
         transformers.ViTForImageClassification(transformers.ViTConfig(**{**ENCODER, **VIT, **k}))
     ),
 }
-LAYERED = [name for name in MODELS if name != "gpt_neox"]
+LAYERED = list(MODELS)
 
 
 class Pair(NamedTuple):

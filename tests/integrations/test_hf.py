@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import opfuser.hf
-from opfuser.errors import ArgumentTypeError, InputError
+from opfuser.errors import ArgumentTypeError, NotSupportedError
 
 from .hf_models import (
     DECODER,
@@ -69,7 +70,7 @@ def test_autocast() -> None:
     exact = step(untouched, **batch)
     with torch.autocast("cpu", torch.bfloat16):
         got, plain = step(model, **batch), step(untouched, **batch)
-    assert calls(model) == {}
+    assert calls(model) == {"keeps torch.float32 under autocast after mul": 1}  # the last norm
     assert got.grads["model.norm.weight"].dtype == torch.float32
     for name, grad in got.grads.items():
         error = (grad - exact.grads[name]).norm()
@@ -123,7 +124,8 @@ def test_a_query_whose_keys_a_mask_hides_by_numbers() -> None:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :4] = 0  # so that the first four queries see no key
     assert_same(step(model, **batch), step(untouched, **batch))
-    assert calls(model) == {"its mask hides all keys of a query by large numbers, not by False": 4}
+    why = "adds a mask that hides all keys of a query by large numbers, with gradients enabled"
+    assert calls(model) == {why: 2}
 
 
 def test_a_cache_in_training_is_filled() -> None:
@@ -133,12 +135,14 @@ def test_a_cache_in_training_is_filled() -> None:
     for mine, theirs in zip(kept[0].layers, kept[1].layers):
         torch.testing.assert_close(mine.keys, theirs.keys.detach())
         torch.testing.assert_close(mine.values, theirs.values.detach())
-    more = {"input_ids": batch["input_ids"][:, :2], "labels": batch["labels"][:, :2]}
+    more = batch["input_ids"][:, :2]
     got, want = (
-        step(each, **more, past_key_values=cache) for each, cache in zip((model, untouched), kept)
+        each(more, past_key_values=cache).logits for each, cache in zip((model, untouched), kept)
     )
-    assert_close(got.logits, want.logits, 1e-5)
-    assert calls(model) == {"gradients may be needed, and a cache has keys of other calls": 4}
+    assert_close(got, want, 1e-5)
+    assert calls(model) == {"reads keys of other calls, with gradients enabled": 4}
+    with pytest.raises(NotSupportedError, match="Pass use_cache=False"):
+        got.sum().backward()
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
@@ -146,12 +150,11 @@ def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
     model, untouched, _ = pair("llama")
     tokens = batch_of("llama")["input_ids"]
     cache, other = transformers.DynamicCache(), transformers.DynamicCache()
-    wrong = torch.ones(2, 1, 1, 3, dtype=torch.bool)
     with torch.no_grad():
         for part in (tokens[:, :5], tokens[:, 5:]):
             before = cache.get_seq_length()
-            with pytest.raises(InputError, match="mask must be"):
-                model(part, past_key_values=cache, attention_mask=wrong)
+            with pytest.raises(RuntimeError, match=r"match|Long, Int"):
+                model(tokens[:1] if before else part.float(), past_key_values=cache)
             assert cache.get_seq_length() == before
             got = model(part, past_key_values=cache).logits
             want = untouched(part, past_key_values=other).logits
@@ -160,33 +163,67 @@ def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
 
 
 def test_the_report() -> None:
-    report = opfuser.hf.apply(MODELS["mixtral"]())
+    report = opfuser.hf.apply(MODELS["llama"](), fused_loss=True)
     assert str(report) == (
-        "replaced:\n"
-        "  layer x2: model.layers.0 … model.layers.1 (2)\n"
-        "    fusions: backward_add_rms_norm, forward_linear_bias_add, norm_linear\n"
-        "    mlp is called: it is a "
-        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\n"
-        "  experts x2: model.layers.0.mlp … model.layers.1.mlp (2)\n"
-        "    fusions: backward_linear_add, grouped_mlp\n"
-        "  norm x1: model.norm\n"
-        "    fusions: none\n"
-        "kept:\n"
-        "  the model itself: returns logits; with fused_loss=True it would not store them"
+        "computed by opfuser:\n"
+        "  model.layers.0, model.layers.1: 1 call each\n"
+        "    x + (Norm, MergedLinear x3, Rotary, Attention, Linear), "
+        "x + (Norm, MergedLinear x2, Gated, Linear)\n"
+        "  model.norm: 1 call each\n"
+        "    Norm\n"
+        "  lm_head: 1 call each\n"
+        "    Linear, CrossEntropy\n"
+        "  and 22 modules inside of these\n"
+        "kept as they are:\n"
+        "  the model itself … model.embed_tokens (3): "
+        "is called without a floating-point tensor of rows"
     )
 
 
-def test_what_is_kept_and_why() -> None:
-    """Parts of it are replaced all the same."""
-    model = MODELS["gpt_neox"]()
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_example_is_made_of_the_configuration(device: str) -> None:
+    """On the device of the model, which is left as it was."""
+    model = MODELS["vit"]().to(device)
+    attributes = [dict(vars(m)) for m in model.modules()]
+    assert len(layers(opfuser.hf.apply(model))) == 2
+    opfuser.hf.revert(model)
+    for module, before in zip(model.modules(), attributes):
+        now = vars(module)
+        assert [*now] == [*before]
+        assert all(now[name] is value for name, value in before.items())
+
+
+def _with_hook(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
+
+
+def _with_parameter_elsewhere(model: Any) -> None:
+    model.lm_head.to("meta")
+
+
+def _refusing(model: Any) -> None:
+    model.config.pad_token_id = None
+    model.model.embed_tokens.padding_idx = None
+    model.main_input_name = "inputs_embeds"
+
+
+@pytest.mark.parametrize("change", [_with_hook, _with_parameter_elsewhere, _refusing])
+def test_models_whose_calls_could_be_noticed_are_not_called(change: Any) -> None:
+    model = MODELS["llama"]()
+    change(model)
     report = opfuser.hf.apply(model)
-    path = "gpt_neox.layers.1"
-    (entry,) = [entry for entry in report.kept if entry.path == path]
-    assert entry.why == "has heads of a size that is not known"
-    assert entry.why in str(report)
-    assert len(paths(report, "norm")) == 5
-    assert len(paths(report, "mlp")) == 2
-    assert path not in forwards(model)
+    assert report.computed == ()
+    assert {entry.reason for entry in report.kept} == {"has not been called since apply"}
+
+
+def test_an_example_of_ones_own() -> None:
+    model = MODELS["llama"]()
+    batch = batch_of("llama")
+    assert len(layers(opfuser.hf.apply(model, example=batch))) == 2
+    opfuser.hf.revert(model)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        opfuser.hf.apply(model, example={})
+    assert forwards(model) == []
 
 
 class _Scaled(nn.Module):
@@ -211,11 +248,8 @@ def _with_another_sum(model: Any) -> None:
     own = type(layer)
 
     class Halving(own):  # type: ignore[misc, valid-type]
-        def forward(  # named, as it is recognised by what it takes
-            self, x: Tensor, attention_mask: Any = None, position_embeddings: Any = None
-        ) -> Any:
-            given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-            return super().forward(x, **given) / 2
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) / 2
 
     layer.__class__ = Halving
 
@@ -236,10 +270,6 @@ def _with_parameter(model: Any) -> None:
     model.model.layers[0].register_parameter("gate", nn.Parameter(torch.ones(1)))
 
 
-def _with_flash(model: Any) -> None:
-    model.config._attn_implementation = "flash_attention_2"
-
-
 def _with_dropout(model: Any) -> None:
     model.model.layers[0].mlp.activation_dropout = 0.5
     own = type(model.model.layers[0].mlp)
@@ -254,16 +284,24 @@ def _with_dropout(model: Any) -> None:
 
 def _wrapped(model: Any) -> None:
     layer = model.model.layers[0]
-    layer.forward = layer.forward
+    own = layer.forward
+    layer.forward = functools.partial(own)
+
+
+def _with_noise(model: Any) -> None:
+    own = type(model.model.layers[0].mlp)
+
+    class Noisy(own):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.empty_like(x).uniform_(0.9, 1.1))
+
+    model.model.layers[0].mlp.__class__ = Noisy
 
 
 REFUSALS = {
-    "another sum": (_with_another_sum, "computes something else than a sequence of its modules"),
-    "another norm": (_with_scaled, "is no RMSNorm or LayerNorm over the last dimension"),
-    "one norm": (_with_one_norm, "has 1 norm, for which no arrangement is known"),
-    "another activation": (_with_cubed, "has the activation _Cubed, for which there is no"),
-    "another kernel": (_with_flash, "computes attention by flash_attention_2, not by sdpa or eag"),
-    "dropout elsewhere": (_with_dropout, "with dropout by activation_dropout than a sequence"),
+    "another norm": (_with_scaled, "computes div in 'input_layernorm'"),
+    "another activation": (_with_cubed, "computes mul in 'mlp'"),
+    "noise": (_with_noise, "computes mul in 'mlp'"),
     "another forward": (_wrapped, "has a forward of its own, which something else has set"),
 }
 
@@ -271,14 +309,35 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_layers_that_compute_something_else_are_kept(case: str) -> None:
     change, why = REFUSALS[case]
-    model = causal("Llama")
+    model = causal("Llama").train()
     change(model)
-    report = opfuser.hf.apply(model, dry_run=True)
-    (entry,) = [entry for entry in report.kept if entry.path == "model.layers.0"]
-    assert why in entry.why
+    opfuser.hf.apply(model)
+    model(**batch_of("llama"))
+    report = opfuser.hf.report(model)
+    found = [e for e in (*report.computed, *report.kept) if e.path == "model.layers.0"]
+    assert why in str(found)
 
 
-def test_attention_that_ignores_its_cap_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+COMPUTED = {
+    "another sum": _with_another_sum,
+    "one norm": _with_one_norm,
+    "dropout elsewhere": _with_dropout,
+    "a parameter": _with_parameter,
+}
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_layers_that_compute_something_else_are_computed_so(case: str) -> None:
+    model = causal("Llama").eval()
+    COMPUTED[case](model)
+    untouched = copy.deepcopy(model)
+    assert len(layers(opfuser.hf.apply(model))) == 2
+    batch = batch_of("llama")
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert calls(model) == {}
+
+
+def test_attention_that_ignores_its_cap_is_computed_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that by ``sdpa`` of transformers up to 5.17."""
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
@@ -287,29 +346,12 @@ def test_attention_that_ignores_its_cap_is_kept(monkeypatch: pytest.MonkeyPatch)
         return sdpa.sdpa_attention_forward(*args, **kwargs)
 
     monkeypatch.setitem(functions, "sdpa", ignoring)
-    model = MODELS["gemma2"]()
-    model.config._attn_implementation = "sdpa"
-    report = opfuser.hf.apply(model, dry_run=True)
-    assert not layers(report)
-    assert not paths(report, "attention")
-    assert [e.why for e in report.kept if e.path.endswith("self_attn")] == [
-        "computes something else than a sequence of its modules"
-    ] * 2
-
-
-def test_experts_with_noise_are_kept() -> None:
-    model = causal("Mixtral", num_local_experts=4)
-    model.model.layers[0].mlp.jitter_noise = 0.1
-    report = opfuser.hf.apply(model, dry_run=True)
-    (entry,) = [entry for entry in report.kept if entry.path == "model.layers.0.mlp"]
-    assert entry.why.startswith("adds noise to its input")
-    assert paths(report, "experts") == ["model.layers.1.mlp"]
-
-
-def test_parameters_of_the_layer_itself_keep_it() -> None:
-    model = causal("Llama")
-    _with_parameter(model)
-    assert layers(opfuser.hf.apply(model)) == ["model.layers.1"]
+    model, untouched, _ = pair("gemma2")
+    for each in (model, untouched):
+        each.config._attn_implementation = "sdpa"
+    batch = batch_of("gemma2")
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert len(layers(opfuser.hf.report(model))) == 2
 
 
 def test_dry_run_changes_nothing() -> None:
@@ -317,6 +359,7 @@ def test_dry_run_changes_nothing() -> None:
     report = opfuser.hf.apply(model, dry_run=True)
     assert forwards(model) == []
     assert report == opfuser.hf.apply(model)
+    assert len(layers(report)) == 2
 
 
 def test_revert() -> None:
@@ -330,8 +373,9 @@ def test_revert() -> None:
     batch = batch_of("llama")
     for got, want in zip(step(model, **batch)[:2], step(untouched, **batch)[:2]):
         assert torch.equal(got, want)
-    assert opfuser.hf.report(model) == opfuser.hf.Report((), ())
-    assert str(opfuser.hf.report(model)) == "nothing is replaced"
+    report = opfuser.hf.report(model)
+    assert (report.computed, report.inside) == ((), ())
+    assert {entry.reason for entry in report.kept} == {"was not there when apply was called"}
 
 
 @pytest.mark.parametrize("function", [opfuser.hf.apply, opfuser.hf.revert, opfuser.hf.report])
@@ -385,7 +429,7 @@ def test_copies_have_parameters_of_their_own(way: str) -> None:
         for p in model.parameters():
             p.zero_()
     assert_same(step(other, **batch), step(untouched, **batch))
-    assert len(layers(opfuser.hf.report(other))) == 2
+    assert len(layers(opfuser.hf.report(other))) == (2 if way == "deepcopy" else 0)
 
 
 def test_parameters_are_read_at_every_call() -> None:
@@ -448,18 +492,18 @@ def test_modules_with_hooks_are_called() -> None:
         hook = module.register_forward_hook(lambda *_, name=name: seen.append(name))
         assert_same(step(model, **batch), want)
         assert seen == [name]
-        entry = opfuser.hf.report(model).replaced
+        report = opfuser.hf.report(model)
         if name == "self_attn":
-            assert calls(model) == {"self_attn carries hooks": 1}
+            assert calls(model) == {"calls 'self_attn', which has hooks": 1}
         else:
-            assert f"{name} is called: it carries hooks" in entry[0].notes
+            assert [child for child, _ in report.computed[0].called] == [name]
         hook.remove()
         seen.clear()
     step(model, **batch)
-    assert calls(model) == {"self_attn carries hooks": 1}
+    assert calls(model) == {"calls 'self_attn', which has hooks": 1}
     report = opfuser.hf.report(model)
-    assert report.replaced[0].notes == ()
-    assert "\n    1 call by the untouched forward: self_attn carries hooks" in str(report)
+    assert report.computed[0].called == ()
+    assert "\n    1 call by its own forward: calls 'self_attn', which has hooks" in str(report)
 
 
 def test_collected_outputs() -> None:
@@ -473,20 +517,20 @@ def test_collected_outputs() -> None:
     got, want = (m(**batch, output_attentions=True) for m in (model, untouched))
     for mine, theirs in zip(got.attentions, want.attentions, strict=True):
         assert_close(mine, theirs, 1e-5)
-    assert calls(model) == {"output_attentions is given": 4}
+    assert calls(model) == {"calls 'self_attn', which has hooks": 2}
     model(**batch)
-    assert sum(calls(model).values()) == 4
+    assert sum(calls(model).values()) == 2
     for each in (model, untouched):
         each.config.output_attentions = True
     got, want = (m(**batch) for m in (model, untouched))
     for mine, theirs in zip(got.attentions, want.attentions, strict=True):
         assert_close(mine, theirs, 1e-5)
-    assert calls(model)["outputs of modules inside are collected"] == 4
+    assert calls(model)["calls 'self_attn', which has hooks"] == 4
 
 
 def test_experts_keep_the_noise_of_their_routers() -> None:
     model, untouched, report = pair("mixtral", router_jitter_noise=0.5)
-    assert len(layers(report)) == 2
+    assert reason(report, "model.layers.0") == "has 'mlp' write to its arguments"
     batch = batch_of("mixtral")
     made = []
     for each, seed in ((model, 1), (untouched, 1), (untouched, 2)):
@@ -504,7 +548,7 @@ def test_the_auxiliary_loss_is_that_of_untouched_layers() -> None:
     assert_same(got, want)
     plain = step(untouched, **batch, output_router_logits=False)
     assert want.loss > plain.loss + 0.1
-    assert calls(model) == {"outputs of modules inside are collected": 6}
+    assert calls(model) == {}
 
 
 def test_experts_that_a_sequence_does_not_compute() -> None:
@@ -515,20 +559,16 @@ def test_experts_that_a_sequence_does_not_compute() -> None:
     for mine, theirs in zip(got.router_logits, want.router_logits, strict=True):
         assert_close(mine, theirs, 1e-5)
     assert_close(got.loss, want.loss, 1e-5)
-    whole = {"outputs of modules inside are collected": 6}  # layers, their attention, their experts
-    assert calls(model) == whole
     seen: list[Tensor] = []
     block = model.model.layers[0].mlp
     hook = block.gate.register_forward_hook(lambda *args: seen.append(args[1]))
     assert_same(step(model, **batch), step(untouched, **batch))
     assert len(seen) == 1
     hook.remove()
-    assert calls(model)["gate carries hooks"] == 1
     for each in (model, untouched):
         each.model.layers[0].mlp.gate.top_k = 3
         each.model.layers[1].mlp.experts.act_fn = nn.ReLU()
     assert_same(step(model, **batch), step(untouched, **batch))
-    assert calls(model)["has experts with another activation than SiLU"] == 1
     for each in (model, untouched):
         part = each.model.layers[0].mlp.experts
         part.register_parameter("down_proj", nn.Parameter(part.down_proj.detach() * 2))
@@ -539,15 +579,13 @@ def test_experts_that_a_sequence_does_not_compute() -> None:
         del part.down_proj
         part.down_proj = down
     assert_close(step(model, **batch).loss, step(untouched, **batch).loss, 1e-5)
-    why = "has no router and experts with their weights in two tensors"
-    assert calls(model)[why] == 1
 
 
-def test_arguments_that_are_not_known_go_to_the_untouched_forward() -> None:
+def test_arguments_that_nothing_reads() -> None:
     model, untouched, _ = pair("llama")
     batch = batch_of("llama")
     assert_same(step(model, **batch, s_aux=torch.ones(1)), step(untouched, **batch))
-    assert calls(model) == {"s_aux is given": 4}
+    assert calls(model) == {}
 
 
 def test_children_that_are_replaced_later_count() -> None:
@@ -561,7 +599,8 @@ def test_children_that_are_replaced_later_count() -> None:
     for each in (model, untouched):
         each.model.layers[1].mlp.act_fn = _Cubed()
     assert_same(step(model, **batch), step(untouched, **batch))
-    assert calls(model) == {"has the activation _Cubed, for which there is no operation": 2}
+    assert calls(model) == {}
+    assert "computes mul in 'mlp'" in str(opfuser.hf.report(model))
     for each in (model, untouched):
         each.model.layers[0].self_attn.scaling = 2.0
         each.model.layers[0].input_layernorm.variance_epsilon = 0.5
