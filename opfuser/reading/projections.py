@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .dataflow import Call, Dataflow, Value
-from .operations import Linear
+from .dataflow import Call, Dataflow, Node, Value
+from .kept import KeptError
+from .operations import Adapter, Linear, LoRALinear
+from .products import product_of
 from .replay import origin_of, source_of
 from .values import Values
 
@@ -17,15 +20,79 @@ __all__ = ["LinearFound", "calls_returning", "linear_of", "only_tensor", "vector
 
 
 class LinearFound(NamedTuple):
-    """A linear function and its argument."""
+    """A linear function, its argument, and the nodes of dropout inside."""
 
-    linear: Linear
+    linear: Linear | LoRALinear
     x: Value
+    once: tuple[Node, ...] = ()
 
 
-def linear_of(values: Values, v: Value) -> LinearFound | None:
-    """The linear function of parameters that a value is the result of."""
+def linear_of(values: Values, v: Value, *, is_rounded: bool = False) -> LinearFound | None:
+    """The linear function of parameters that a value is the result of.
+
+    Args:
+        values: of the dataflow.
+        v: the value.
+        is_rounded: whether it is known that ``v`` is rounded to the stream's dtype, if need be.
+    """
+    found = _linear_of(values, values.peel(v))
+    if found is not None or values.term(v).op != "add":
+        return found
+    if not is_rounded and all(p.meta.dtype not in values.dtypes for p in values.passed(v)):
+        return None
+    return _adapted(values, v)
+
+
+def _adapted(values: Values, v: Value) -> LinearFound | None:
+    """A linear function plus products of low rank of the same input."""
     v = values.peel(v)
+    op, args = values.term(v)
+    if op != "add" or any(not isinstance(a, Value) or a.shape != v.shape for a in args):
+        return _linear_of(values, v)
+    with suppress(KeptError):  # what is rounded in between is no such sum
+        for inner, branch in (args, args[::-1]):
+            found = _adapted(values, inner)
+            adapter = None if found is None else _adapter_of(values, branch, found.x)
+            if found is None or adapter is None:
+                continue
+            base = found.linear
+            if isinstance(base, LoRALinear):
+                whole = LoRALinear(base.linear, (*base.adapters, adapter[0]))
+            else:
+                whole = LoRALinear(base, adapter[:1])
+            return LinearFound(whole, found.x, found.once + adapter[1])
+    return _linear_of(values, v)
+
+
+def _adapter_of(values: Values, v: Value, x: Value) -> tuple[Adapter, tuple[Node, ...]] | None:
+    """The product of low rank of a linear function's argument that a value is."""
+    product = product_of(values, v, None)
+    if len(product.values) != 1 or product.inverse_roots:
+        return None
+    up = _matrix_of(values, product.values[0])
+    down = None if up is None else _matrix_of(values, up.x)
+    if up is None or down is None:
+        return None
+    given, p, once = values.peel(down.x), 0.0, ()
+    op, args = values.term(given)
+    if op == "dropout":
+        p, once, given = float(args[1]), (given.node,), values.peel(args[0])
+    if given is not values.peel(x) or isinstance(up.linear, LoRALinear):
+        return None
+    # The linear function takes the numbers that the adapter takes, and no others.
+    if values.autocast is None and len({t.meta.dtype for t in values.passed(x)}) > 1:
+        return None
+    a, b, rank = down.linear.weight, up.linear.weight, up.linear.in_features
+    return Adapter(a, b, rank, product.factor, p), once
+
+
+def _matrix_of(values: Values, v: Value) -> LinearFound | None:
+    """The product with a parameter that a value is, in whatever dtype."""
+    op, args = values.term(v)
+    return _linear(values, *args) if op == "linear" and args[2] is None else None
+
+
+def _linear_of(values: Values, v: Value) -> LinearFound | None:
     op, args = values.term(v)
     if v.meta.dtype not in values.dtypes:
         return None
@@ -39,7 +106,7 @@ def linear_of(values: Values, v: Value) -> LinearFound | None:
     if op == "add":
         for inner, bias in (args, args[::-1]):
             if vector_of(values, bias) and isinstance(inner, Value):
-                return _with_bias(values, linear_of(values, inner), bias)
+                return _with_bias(values, _linear_of(values, values.peel(inner)), bias)
     return None
 
 
@@ -70,9 +137,9 @@ def _product(values: Values, x: Any, weight: Any) -> LinearFound | None:
 
 
 def _with_bias(values: Values, found: LinearFound | None, bias: Any) -> LinearFound | None:
-    if found is None or found.linear.bias is not None or not isinstance(bias, Value):
+    if found is None or not isinstance(found.linear, Linear) or not isinstance(bias, Value):
         return None
-    if bias.origin != "parameter" or bias.shape != (found.linear.out_features,):
+    if found.linear.bias is not None or bias.origin != "parameter" or bias.shape != (found.linear.out_features,):
         return None
     return found._replace(linear=replace(found.linear, bias=bias.name))
 
