@@ -176,7 +176,7 @@ class _Grammar:
         raise KeptError(computed(v))
 
     def linear(self, v: Value, base: Value | None) -> Step | None:
-        found = linear_of(self.values, v, is_rounded=True)
+        found = linear_of(self.values, v)
         return None if found is None else Step((found.linear,), found.x, once=found.once)
 
     def norm(self, v: Value, base: Value | None) -> Step | None:

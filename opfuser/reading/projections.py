@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dataflow import Call, Dataflow, Node, Value
+from .arguments import CASTS
+from .dataflow import Call, Dataflow, Node, Value, values_in
 from .kept import KeptError
 from .operations import Adapter, Linear, LoRALinear
 from .products import product_of
@@ -27,20 +28,24 @@ class LinearFound(NamedTuple):
     once: tuple[Node, ...] = ()
 
 
-def linear_of(values: Values, v: Value, *, is_rounded: bool = False) -> LinearFound | None:
-    """The linear function of parameters that a value is the result of.
+def linear_of(values: Values, v: Value) -> LinearFound | None:
+    """The linear function of parameters that a value is the result of."""
+    v = values.peel(v)
+    found = _linear_of(values, v)
+    if found is None and values.term(v).op == "add" and _is_rounded(values, v):
+        return _adapted(values, v)
+    return found
 
-    Args:
-        values: of the dataflow.
-        v: the value.
-        is_rounded: whether it is known that ``v`` is rounded to the stream's dtype, if need be.
-    """
-    found = _linear_of(values, values.peel(v))
-    if found is not None or values.term(v).op != "add":
-        return found
-    if not is_rounded and all(p.meta.dtype not in values.dtypes for p in values.passed(v)):
-        return None
-    return _adapted(values, v)
+
+def _is_rounded(values: Values, v: Value) -> bool:
+    """Whether a value has the stream's dtype, or is cast to that wherever it is read."""
+    if v.meta.dtype in values.dtypes:
+        return True
+    nodes = values.dataflow.nodes
+    readers = [n for n in nodes if any(x is v for x in values_in((n.args, n.kwargs)))]
+    return bool(readers) and all(
+        n.op in CASTS and n.results[0].meta.dtype in values.dtypes for n in readers
+    )
 
 
 def _adapted(values: Values, v: Value) -> LinearFound | None:
