@@ -136,9 +136,7 @@ def lora_step(options: Options, layers: int, length: int) -> Problem:
     return problem(options, length, source, {"opfuser": applied(source)})
 
 
-def problem(
-    options: Options, length: int, source: nn.Module, ours: dict[str, Function]
-) -> Problem:
+def problem(options: Options, length: int, source: nn.Module, ours: dict[str, Function]) -> Problem:
     randomise(source)
     config: Any = source.config
     classes = config.vocab_size

@@ -23,7 +23,6 @@ __all__ = ["apply", "report", "revert"]
 
 _NOT_CALLED = "has not been called since apply"
 _NOT_THERE = "was not there when apply was called"
-_FOREIGN = "has a forward of its own, which something else has set"
 
 
 def apply(
@@ -205,10 +204,10 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _foreign(module: nn.Module) -> bool:
-    """Whether something else has set a forward of the module's own."""
+def _foreign(module: nn.Module) -> str:
+    """That something else has set a forward of the module's own, and which; empty if not."""
     own = module.__dict__.get("forward")
-    return not (
+    if (
         own is None
         or is_applied(own)
         or (
@@ -216,7 +215,11 @@ def _foreign(module: nn.Module) -> bool:
             and own.__self__ is module
             and own.__func__ is type(module).forward
         )
-    )
+    ):
+        return ""
+    function = getattr(own, "__func__", own)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"has a forward of its own, {getattr(function, '__module__', '?')}.{name}"
 
 
 @contextmanager
@@ -243,7 +246,7 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
     if state is None:
         if not _has_forward(module):
             return Kept(path, "has no forward")
-        return Kept(path, _FOREIGN if _foreign(module) else _NOT_THERE)
+        return Kept(path, _foreign(module) or _NOT_THERE)
     reasons = Counter(state.passed)
     for decision in state.decisions:
         if decision.reading is None and decision.calls:
@@ -254,6 +257,6 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
     if done:
         called = tuple(children_called(done[-1]))
         return Computed(path, described(done[-1]), calls, fell_back, called)
-    if _foreign(module):
-        return Kept(path, _FOREIGN, fell_back)
+    if why := _foreign(module):
+        return Kept(path, why, fell_back)
     return Kept(path, fell_back[0][0] if fell_back else _NOT_CALLED, fell_back)

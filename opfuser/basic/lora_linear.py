@@ -44,8 +44,11 @@ class LoRAAdapter(NamedTuple):
 
 
 class LoRALinear(BasicOperation):
-    r"""Linear transformation with low-rank adapters: :math:`y = xW^T + b + \sum_i s_i\,
-    d_i(x)A_i^TB_i^T`, :math:`d_i` dropout.
+    r"""Linear transformation with adapters of low rank beside its weight (LoRA).
+
+    .. math:: y = x W^T + b + \sum_i s_i\, d_i(x) A_i^T B_i^T
+
+    d_i is dropout.
 
     With several ``out_features`` it is one such function for each, side by side in the last
     dimension of y, with ``weight0``, ``bias0``, ``weight1`` ...; adapters say which they belong to.
@@ -113,7 +116,7 @@ class LoRALinear(BasicOperation):
     ) -> None:
         super().__init__()
         several = not isinstance(out_features, int)
-        sizes = tuple(out_features) if several else (out_features,)  # type: ignore[arg-type]
+        sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.in_features, self.sizes = in_features, sizes
         self.out_features = sum(sizes)
         self.sharding = LinearSharding(None, None, 1, False, in_features, self.out_features)
@@ -344,9 +347,7 @@ class LoRALinear(BasicOperation):
             return (None,) * len(needed)
         wanted = dict(zip(slots, needed))
         grads: dict[str, Tensor | None] = {}
-        for name, bias, start, size in zip(
-            self._weights, self._biases, self._starts(), self.sizes
-        ):
+        for name, bias, start, size in zip(self._weights, self._biases, self._starts(), self.sizes):
             columns = dy[..., start : start + size]
             if wanted.get(name):
                 dw = gemm.wgrad(columns, x, scale=scale)

@@ -160,8 +160,9 @@ def tensors_of(w: Weight) -> tuple[Tensor | None, ...]:
 
 
 def weight_of(tensors: Sequence[Tensor]) -> Tensor | Stacked:
-    """The weight that consists of these tensors: the inverse of :func:`tensors_of`, but for those
-    of low rank.
+    """The weight that consists of these tensors: the inverse of :func:`tensors_of`.
+
+    Weights of low rank consist of more than tensors.
     """
     return tensors[0] if len(tensors) == 1 else stacked(tensors)
 

@@ -75,26 +75,29 @@ def _adapter_of(values: Values, v: Value, x: Value) -> tuple[Adapter, tuple[Node
     if len(product.values) != 1 or product.inverse_roots:
         return None
     up = _matrix_of(values, product.values[0])
-    down = None if up is None else _matrix_of(values, up.x)
+    down = None if up is None else _matrix_of(values, up[1])
     if up is None or down is None:
         return None
-    given, p, once = values.peel(down.x), 0.0, ()
+    given, p = values.peel(down[1]), 0.0
+    once: tuple[Node, ...] = ()
     op, args = values.term(given)
     if op == "dropout":
-        p, once, given = float(args[1]), (given.node,), values.peel(args[0])
-    if given is not values.peel(x) or isinstance(up.linear, LoRALinear):
+        p, once = float(args[1]), () if given.node is None else (given.node,)
+        given = values.peel(args[0])
+    if given is not values.peel(x):
         return None
     # The linear function takes the numbers that the adapter takes, and no others.
     if values.autocast is None and len({t.meta.dtype for t in values.passed(x)}) > 1:
         return None
-    a, b, rank = down.linear.weight, up.linear.weight, up.linear.in_features
-    return Adapter(a, b, rank, product.factor, p), once
+    return Adapter(down[0].name, up[0].name, up[0].shape[1], product.factor, p), once
 
 
-def _matrix_of(values: Values, v: Value) -> LinearFound | None:
-    """The product with a parameter that a value is, in whatever dtype."""
+def _matrix_of(values: Values, v: Value) -> tuple[Value, Value] | None:
+    """The parameter that a value is a product with, in whatever dtype, and its argument."""
     op, args = values.term(v)
-    return _linear(values, *args) if op == "linear" and args[2] is None else None
+    if op != "linear" or args[2] is not None or not _is_matrix(args[1]):
+        return None
+    return args[1], args[0]
 
 
 def _linear_of(values: Values, v: Value) -> LinearFound | None:
@@ -144,7 +147,11 @@ def _product(values: Values, x: Any, weight: Any) -> LinearFound | None:
 def _with_bias(values: Values, found: LinearFound | None, bias: Any) -> LinearFound | None:
     if found is None or not isinstance(found.linear, Linear) or not isinstance(bias, Value):
         return None
-    if found.linear.bias is not None or bias.origin != "parameter" or bias.shape != (found.linear.out_features,):
+    if (
+        found.linear.bias is not None
+        or bias.origin != "parameter"
+        or bias.shape != (found.linear.out_features,)
+    ):
         return None
     return found._replace(linear=replace(found.linear, bias=bias.name))
 

@@ -121,7 +121,7 @@ def test_dropout_has_one_mask_for_both_passes(p: float, device: torch.device) ->
     op = fill(LoRALinear(4, 3, adapters)).to(device, torch.float64).requires_grad_()
     inputs = torch.randn(2, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
 
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+    def call(x: Tensor, *parameters: Tensor) -> Any:
         torch.manual_seed(3)
         named = dict(zip(dict(op.named_parameters()), parameters))
         return torch.func.functional_call(op, named, (x,))
@@ -161,8 +161,12 @@ def block(kind: str) -> tuple[Sequential, dict[str, Any]]:
         ops = [RMSNorm(7), LoRALinear(7, (4, 4), up), SwiGLU(), LoRALinear(4, 7, down)]
         return Sequential(Residual(*ops)), {"joint": {"norm_linear": 1, "activation_linear_add": 1}}
     if kind == "scaled":
-        return Sequential(LoRALinear(7, 5, down), opfuser.ConstantScale(0.5)), {"backward": {"backward_linear_scale": 1}}
-    return Sequential(LoRALinear(7, 7, down), opfuser.Bias(7), opfuser.GELU()), {"forward": {"forward_linear_bias_activation": 1}}
+        return Sequential(LoRALinear(7, 5, down), opfuser.ConstantScale(0.5)), {
+            "backward": {"backward_linear_scale": 1}
+        }
+    return Sequential(LoRALinear(7, 7, down), opfuser.Bias(7), opfuser.GELU()), {
+        "forward": {"forward_linear_bias_activation": 1}
+    }
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
@@ -210,9 +214,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     seq, x = Sequential(RMSNorm(7), made(name, adapter_dtype=torch.float64)), torch.randn(3, 7)
     compiled: Any = torch.compile(seq, backend="aot_eager", fullgraph=True)
     leaves = [p for p in seq.parameters() if p.requires_grad]
-    got, want = (
-        [y, *torch.autograd.grad(y.cos().sum(), leaves)] for y in (compiled(x), seq(x))
-    )
+    got, want = ([y, *torch.autograd.grad(y.cos().sum(), leaves)] for y in (compiled(x), seq(x)))
     torch.testing.assert_close(got, want)
 
 
@@ -246,8 +248,8 @@ def test_wrong_calls() -> None:
     op = made("two of one output")
     with pytest.raises(InputError, match=re.escape("Received: shape (3, 6)")):
         op(torch.randn(3, 6))
+    op.adapters = op.adapters[:1]
     with pytest.raises(ArgumentError, match="the names and ranks that they were made with"):
-        op.adapters = op.adapters[:1]
         op(torch.randn(3, 7))
     op = made("two of one output")
     op.weight1 = None

@@ -33,7 +33,7 @@ def both(family: str, other: str = "sdpa", **sizes: Any) -> tuple[Any, Any]:
     return model_of(family, "opfuser", **sizes), model_of(family, other, **sizes)
 
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
     "clip_vision_model": {},
     "cohere": {},
@@ -123,7 +123,7 @@ def test_sequences_that_one_row_holds() -> None:
     q, k = torch.randn(1, 4, 14, 8), torch.randn(1, 2, 14, 8)
     starts = torch.tensor([0, 5, 14])
     module: Any = nn.Module()
-    given = {"cu_seq_lens_q": starts, "max_length_q": 9}
+    given: dict[str, Any] = {"cu_seq_lens_q": starts, "max_length_q": 9}
     y, _ = attention_forward(module, q, k, k, None, **given)
     pieces = [
         attention_forward(module, q[:, :, a:b], k[:, :, a:b], k[:, :, a:b], None)[0]
@@ -177,7 +177,7 @@ def test_what_is_refused(given: dict[str, Any], text: str) -> None:
 
 
 def test_apply_reads_it() -> None:
-    model = model_of("llama", "opfuser").train()
+    model: Any = model_of("llama", "opfuser").train()
     want = step(model)
     opfuser.apply(model)
     assert_equal_steps(step(model), want)

@@ -62,7 +62,7 @@ class _Repository:
 
 
 def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
-    """opfuser's layers as a mapping of the ``kernels`` library.
+    """Layers of opfuser as a mapping of the ``kernels`` library.
 
     ``with kernels.use_kernel_mapping(opfuser.hf.kernel_mapping()): kernels.kernelize(model,
     mode=...)`` has norms and gated feed-forward blocks be computed by opfuser where their classes
