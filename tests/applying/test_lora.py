@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import opfuser
 from opfuser.applying import report
@@ -131,6 +132,14 @@ def test_a_sum_that_is_an_adapter_and_others_that_are_not(name: str) -> None:
     assert (names[:1] == ["LoRALinear"]) == is_adapter
     if is_adapter:
         assert_recomputed(example)
+
+
+def test_a_sum_in_fp32_beside_bf16_has_to_be_rounded() -> None:
+    example = example_of(lambda m, x: F.silu(m.up(x) + 2 * m.b2(m.a2(x.float()))).to(x.dtype))
+    module: Any = example.module.bfloat16()
+    module.a2, module.b2 = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+    example = example._replace(args=(torch.randn(3, 5, 8, dtype=torch.bfloat16),))
+    assert _read_or_nothing(example) == ()
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

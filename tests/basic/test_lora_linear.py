@@ -160,6 +160,9 @@ def block(kind: str) -> tuple[Sequential, dict[str, Any]]:
     if kind == "residual":
         ops = [RMSNorm(7), LoRALinear(7, (4, 4), up), SwiGLU(), LoRALinear(4, 7, down)]
         return Sequential(Residual(*ops)), {"joint": {"norm_linear": 1, "activation_linear_add": 1}}
+    if kind == "scaled sum":
+        ops = [LoRALinear(7, 7, down), opfuser.ConstantScale(0.5)]
+        return Sequential(Residual(*ops)), {"forward": {"forward_linear_scale_add": 1}}
     if kind == "scaled":
         return Sequential(LoRALinear(7, 5, down), opfuser.ConstantScale(0.5)), {
             "backward": {"backward_linear_scale": 1}
@@ -171,7 +174,7 @@ def block(kind: str) -> tuple[Sequential, dict[str, Any]]:
 
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["residual", "scaled", "bias"])
+@pytest.mark.parametrize("kind", ["residual", "scaled", "scaled sum", "bias"])
 def test_fusions_compute_what_operations_do_alone(
     kind: str, recompute: bool, dropout: float
 ) -> None:
