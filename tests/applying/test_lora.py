@@ -135,11 +135,17 @@ def test_a_sum_that_is_an_adapter_and_others_that_are_not(name: str) -> None:
 
 
 def test_a_sum_in_fp32_beside_bf16_has_to_be_rounded() -> None:
-    example = example_of(lambda m, x: F.silu(m.up(x) + 2 * m.b2(m.a2(x.float()))).to(x.dtype))
+    def gated(m: Any, x: Tensor) -> Tensor:
+        up = m.up(x) + 2 * m.b2(m.a2(x.float()))
+        return (F.silu(m.gate(x)) * (up.to(x.dtype) if rounds else up)).to(x.dtype)
+
+    example = example_of(gated)
     module: Any = example.module.bfloat16()
     module.a2, module.b2 = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
     example = example._replace(args=(torch.randn(3, 5, 8, dtype=torch.bfloat16),))
-    assert _read_or_nothing(example) == ()
+    for rounds in (True, False):
+        names = {type(op).__name__ for op in operations_in(_read_or_nothing(example))}
+        assert ("LoRALinear" in names) == rounds
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
