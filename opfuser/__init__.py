@@ -8,6 +8,7 @@ from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
 from .basic.gated_activation import *  # noqa: F403
+from .basic.lora_linear import LoRAAdapter
 from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
@@ -56,6 +57,7 @@ __all__ = [
     "FusionRecord",
     "KVCache",
     "Linear",
+    "LoRAAdapter",
     "MergedLinear",
     "OperationContext",
     "OperationFuser",

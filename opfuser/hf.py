@@ -2,6 +2,8 @@
 
 ``opfuser.hf.apply(model)`` is :func:`opfuser.apply` with an example that is made from the model's
 configuration. :func:`revert` puts back what was, and :func:`report` says what computes what.
+:func:`register_attention` and :func:`kernel_mapping` give our attention and our layers to
+transformers and to the ``kernels`` library by their own doors.
 """
 
 from __future__ import annotations
@@ -14,9 +16,21 @@ from torch import Tensor, nn
 
 from . import applying
 from .applying import Computed, Inside, Kept, Report, report, revert
-from .integrations.hf_examples import examples
+from .integrations.hf.attention_function import register_attention
+from .integrations.hf.examples import examples
+from .integrations.hf.kernel_layers import kernel_mapping
 
-__all__ = ["Computed", "Inside", "Kept", "Report", "apply", "report", "revert"]
+__all__ = [
+    "Computed",
+    "Inside",
+    "Kept",
+    "Report",
+    "apply",
+    "kernel_mapping",
+    "register_attention",
+    "report",
+    "revert",
+]
 
 
 def apply(

@@ -1,4 +1,7 @@
-"""Training step of a Llama of transformers: untouched, with ``opfuser.hf.apply``, and others."""
+"""Training steps of a Llama of transformers, and one with adapters of PEFT.
+
+Untouched, with ``opfuser.hf.apply`` or ``opfuser.apply``, and by others.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import opfuser
 from benchmarks.gpu import model as whole
 from benchmarks.gpu import peers
 from benchmarks.gpu.blocks import randomise
@@ -66,20 +70,42 @@ def replaced(source: nn.Module, **options: bool) -> Function:
     return loss_of(model)
 
 
+def adapted(options: Options, layers: int, length: int) -> nn.Module:
+    """A Llama with adapters of rank 16 on queries, values and both sides of the feed-forward."""
+    peft = importlib.import_module("peft")
+    config = peft.LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+        init_lora_weights=False,
+    )
+    model = llama(options, layers, length)
+    made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    return made
+
+
+def applied(source: nn.Module) -> Function:
+    model = sharing(source)
+    opfuser.apply(model)
+    return loss_of(model)
+
+
 def by_liger(source: nn.Module) -> Function:
-    """Liger's patch of a model.
+    """Liger's patch of a model, which may be one of PEFT.
 
     It also sets names in the module of all Llamas, such as the function of rotary embeddings, which
     torch.compile cannot trace. They hold during its own calls, so that the others are untouched.
     """
-    names = vars(importlib.import_module(type(source).__module__))
+    inside = next(m for m in source.modules() if hasattr(m, "lm_head"))
+    names = vars(importlib.import_module(type(inside).__module__))
     untouched = dict(names)
     patched: dict[str, Any] = {}
 
     def build() -> Function:
         liger = importlib.import_module("liger_kernel.transformers")
         model = sharing(source)
-        liger.apply_liger_kernel_to_llama(model=model)
+        within = next(m for m in model.modules() if type(m) is type(inside))
+        liger.apply_liger_kernel_to_llama(model=within)
         return loss_of(model)
 
     @contextlib.contextmanager
@@ -96,27 +122,37 @@ def by_liger(source: nn.Module) -> Function:
 
 def step(options: Options, layers: int, length: int) -> Problem:
     source = llama(options, layers, length)
-    randomise(source)
-    classes = source.config.vocab_size
-
-    def draw() -> Inputs:
-        tokens = torch.randint(classes, (2, length), device=options.device)
-        return Inputs((tokens,), (torch.ones((), device=options.device),))
-
-    functions: dict[str, Function] = {
-        "torch": loss_of(source),
+    functions = {
         "opfuser": replaced(source),
         "opfuser, fused loss, merged weights": replaced(
             source, fused_loss=True, merge_storages=True
         ),
     }
+    return problem(options, length, source, functions)
+
+
+def lora_step(options: Options, layers: int, length: int) -> Problem:
+    source = adapted(options, layers, length)
+    return problem(options, length, source, {"opfuser": applied(source)})
+
+
+def problem(options: Options, length: int, source: nn.Module, ours: dict[str, Function]) -> Problem:
+    randomise(source)
+    config: Any = source.config
+    classes = config.vocab_size
+
+    def draw() -> Inputs:
+        tokens = torch.randint(classes, (2, length), device=options.device)
+        return Inputs((tokens,), (torch.ones((), device=options.device),))
+
+    functions: dict[str, Function] = {"torch": loss_of(source), **ours}
     if peers.installed(peers.LIGER):
         functions["Liger-Kernel"] = by_liger(source)
     return Problem(
         draw,
         functions,
         {STEP: None},
-        tuple(source.parameters()),
+        tuple(p for p in source.parameters() if p.requires_grad),
         tolerance=whole.TOLERANCE.get(options.dtype),
         wall=1,
     )
@@ -126,6 +162,12 @@ CASES = (
     Case(
         "Llama 1B of transformers",
         step,
+        ({"layers": 16, "length": 4096},),
+        {"layers": 1, "length": 16},
+    ),
+    Case(
+        "Llama 1B, LoRA",
+        lora_step,
         ({"layers": 16, "length": 4096},),
         {"layers": 1, "length": 16},
     ),
@@ -140,4 +182,5 @@ def available() -> bool:
 def rows(options: Options) -> Iterator[Row]:
     modes = MODES if options.modes is None else options.modes
     for case in CASES if available() else ():
-        yield from solve(case, options, modes)
+        if case.make is not lora_step or importlib.util.find_spec("peft") is not None:
+            yield from solve(case, options, modes)

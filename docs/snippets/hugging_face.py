@@ -30,3 +30,9 @@ assert opfuser.hf.report(model).replaced == ()
 opfuser.hf.apply(model, fused_loss=True)
 assert model.train()(tokens, labels=tokens).logits is None
 # --8<-- [end:loss]
+
+# --8<-- [start:attention]
+opfuser.hf.register_attention()
+model = AutoModelForCausalLM.from_config(config, attn_implementation="opfuser")
+# --8<-- [end:attention]
+model(tokens, labels=tokens).loss.backward()

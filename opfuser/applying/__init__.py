@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .application import apply, is_computed, is_foreign, report, revert
+from .application import apply, foreign_forward, is_computed, report, revert
 from .reports import Computed, Inside, Kept, Report
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "Kept",
     "Report",
     "apply",
+    "foreign_forward",
     "is_computed",
-    "is_foreign",
     "report",
     "revert",
 ]

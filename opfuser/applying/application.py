@@ -19,11 +19,10 @@ from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall
 from .reports import Computed, Inside, Kept, Report, in_order
 
-__all__ = ["apply", "is_computed", "is_foreign", "report", "revert"]
+__all__ = ["apply", "foreign_forward", "is_computed", "report", "revert"]
 
 _NOT_CALLED = "has not been called since apply"
 _NOT_THERE = "was not there when apply was called"
-_FOREIGN = "has a forward of its own, which something else has set"
 
 
 def apply(
@@ -203,7 +202,7 @@ def _shown(value: Any) -> str:
 def _install(model: nn.Module, application: Application) -> None:
     for module in model.modules():
         own = module.__dict__.get("forward")
-        if _owns_parameters(module) and _has_forward(module) and not is_foreign(module):
+        if _owns_parameters(module) and _has_forward(module) and not foreign_forward(module):
             within = application.fused_loss and module is model
             install(module, (RootState if within else State)(application, own))
 
@@ -224,10 +223,10 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def is_foreign(module: nn.Module) -> bool:
-    """Whether something else has set a forward of the module's own."""
+def foreign_forward(module: nn.Module) -> str:
+    """That something else has set a forward of the module's own, and which; empty if not."""
     own = module.__dict__.get("forward")
-    return not (
+    if (
         own is None
         or is_applied(own)
         or (
@@ -235,7 +234,11 @@ def is_foreign(module: nn.Module) -> bool:
             and own.__self__ is module
             and own.__func__ is type(module).forward
         )
-    )
+    ):
+        return ""
+    function = getattr(own, "__func__", own)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"has a forward of its own, {getattr(function, '__module__', '?')}.{name}"
 
 
 @contextmanager
@@ -262,7 +265,7 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
     if state is None:
         if not _has_forward(module):
             return Kept(path, "has no forward")
-        return Kept(path, _FOREIGN if is_foreign(module) else _NOT_THERE)
+        return Kept(path, foreign_forward(module) or _NOT_THERE)
     reasons = Counter(state.passed)
     for decision in state.decisions:
         if decision.reading is None and decision.count():
@@ -276,6 +279,6 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
         operations = described(reading) + (", CrossEntropy" if heads else "")
         calls += sum(head.losses for head in heads)
         return Computed(path, operations, calls, fell_back, tuple(children_called(reading)))
-    if is_foreign(module):
-        return Kept(path, _FOREIGN, fell_back)
+    if why := foreign_forward(module):
+        return Kept(path, why, fell_back)
     return Kept(path, fell_back[0][0] if fell_back else _NOT_CALLED, fell_back)

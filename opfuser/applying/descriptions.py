@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ..reading.operations import Called, MergedLinear, Operation, Parallel, Reading, Residual, Times
+from ..reading.operations import (
+    Called,
+    LoRALinear,
+    MergedLinear,
+    Operation,
+    Parallel,
+    Reading,
+    Residual,
+    Times,
+)
 
 __all__ = ["children_called", "described", "operations_in"]
 
@@ -28,7 +37,8 @@ def _text(op: Operation) -> str:
             f"({_all(branch)})" for branch in op.branches
         )
     if isinstance(op, MergedLinear):
-        return f"MergedLinear x{len(op.projections)}"
+        adapted = any(isinstance(p, LoRALinear) for p in op.projections)
+        return f"{'LoRALinear' if adapted else 'MergedLinear'} x{len(op.projections)}"
     return f"'{op.path}'" if isinstance(op, Called) else type(op).__name__
 
 

@@ -21,6 +21,7 @@ from .identity import Identity
 from .l2_normalization import L2Normalization
 from .layer_norm import LayerNorm
 from .load_balancing_loss import LoadBalancingLoss
+from .lora_linear import LoRALinear
 from .make_extra_output import MakeExtraOutput
 from .permute import Permute
 from .pointwise import PointwiseOperation
@@ -52,6 +53,7 @@ __all__ = [
     "Identity",
     "L2Normalization",
     "LayerNorm",
+    "LoRALinear",
     "LoadBalancingLoss",
     "MakeExtraOutput",
     "Permute",

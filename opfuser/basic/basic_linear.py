@@ -392,6 +392,10 @@ class BasicLinear(StoresWeight):
             )
         )
 
+    def saved_weight(self, ctx: OperationContext) -> gemm.Weight:
+        """In backward, the weight as :meth:`operands` returned it."""
+        return gemm.weight_of(ctx.saved_tensors[1:])
+
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:

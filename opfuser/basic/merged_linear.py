@@ -224,14 +224,18 @@ class BasicMergedLinear(OfProjections):
             )
         )
 
+    def saved_weight(self, ctx: OperationContext) -> gemm.Weight:
+        """In backward, the weight as :meth:`operands` returned it."""
+        return gemm.weight_of(ctx.saved_tensors[1:])
+
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        x, *weights = ctx.saved_tensors
+        x = ctx.saved_tensors[0]
         dx, sharding = None, self.sharding
         parallel = sharding.mode is not None
         if ctx.needs.input:
-            dx = gemm.dgrad(grad_output, gemm.weight_of(weights))
+            dx = gemm.dgrad(grad_output, self.saved_weight(ctx))
             if parallel:
                 dx = reduce_input_grad(dx, sharding)
         if parallel and x is not None:

@@ -10,6 +10,7 @@ from .. import gemm
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
+from ..basic.lora_linear import LoRALinear
 from ..basic.merged_linear import BasicMergedLinear, MergedBias
 from ..errors import NotSupportedError, explain
 from ..fusion import Refusal
@@ -27,9 +28,9 @@ __all__ = [
 ]
 
 # What patterns take for a linear operation and its bias, and how these are called.
-LINEARS = (BasicLinear, BasicMergedLinear)
+LINEARS = (BasicLinear, BasicMergedLinear, LoRALinear)
 BIASES = (Bias, MergedBias)
-AnyLinear: TypeAlias = BasicLinear | BasicMergedLinear
+AnyLinear: TypeAlias = BasicLinear | BasicMergedLinear | LoRALinear
 AnyBias: TypeAlias = Bias | MergedBias
 
 

@@ -55,12 +55,12 @@ class BackwardLinearAdd(FusedOperation):
     ) -> BackwardResult:
         _, linear = self._parts
         ctx = basic_op_ctxs[1]
-        x, *weight = ctx.saved_tensors
+        x = ctx.saved_tensors[0]
         ours = only_reference(basic_op_grad_extra_outputs[0])
         (g,) = basic_op_grad_extra_outputs[0]
         dx = None
         if ctx.needs.input:
-            dx = gemm.dgrad(grad_output, gemm.weight_of(weight), add=g, in_place=ours)
+            dx = gemm.dgrad(grad_output, linear.saved_weight(ctx), add=g, in_place=ours)
         return dx, [(), linear.weight_grads(grad_output, x, ctx)], [(), ()]
 
 

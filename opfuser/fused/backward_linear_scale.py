@@ -55,7 +55,7 @@ class BackwardLinearScale(FusedOperation):
         needs_dx = ctx.needs.input
         (s,) = scale.frozen_settings(basic_op_ctxs[1])
         dy = cast(grad_output, weight[0].dtype if needs_dx else x.dtype)  # once for two GEMMs
-        dx = gemm.dgrad(dy, gemm.weight_of(weight), scale=s) if needs_dx else None
+        dx = gemm.dgrad(dy, linear.saved_weight(ctx), scale=s) if needs_dx else None
         return dx, [linear.weight_grads(dy, x, ctx, s), ()], [(), ()]
 
 

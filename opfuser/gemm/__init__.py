@@ -14,7 +14,10 @@ from .grouped import (
     has_grouped_gemm,
     reads_groups_on_device,
 )
+from .low_rank import low_rank_wgrad
 from .operands import (
+    Adapter,
+    LowRank,
     Operand,
     Stacked,
     Weight,
@@ -36,6 +39,8 @@ from .products import (
 from .row_groups import RowGroups, row_groups
 
 __all__ = [
+    "Adapter",
+    "LowRank",
     "Operand",
     "RowGroups",
     "Stacked",
@@ -51,6 +56,7 @@ __all__ = [
     "grouped_wgrad_into",
     "has_grouped_gemm",
     "joined",
+    "low_rank_wgrad",
     "one_behind_another",
     "reads_groups_on_device",
     "row_groups",

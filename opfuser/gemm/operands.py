@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ..tracing import functional
 
 __all__ = [
+    "Adapter",
+    "LowRank",
     "Operand",
     "Stacked",
     "Weight",
@@ -59,10 +61,56 @@ class Stacked(NamedTuple):
         return Stacked(tuple(whole.split(self.sizes)), whole)
 
 
+class Adapter(NamedTuple):
+    """``s B A``, of some columns of the output.
+
+    Attributes:
+        a: A.
+        b: B.
+        scale: s.
+        start: the first of the columns.
+        mask: of d; None: every entry is kept.
+        p: the probability with which entries are zeroed.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    start: int = 0
+    mask: Tensor | None = None
+    p: float = 0.0
+
+
+class LowRank(NamedTuple):
+    """The weight W + Σ s_i B_i A_i, and a bias that belongs to it.
+
+    Attributes:
+        base: W; None in a backward pass that does not read it.
+        bias: (N,) or None.
+        adapters: of one dtype, that of W or a wider one.
+    """
+
+    base: Tensor | Stacked | None
+    bias: Tensor | None
+    adapters: tuple[Adapter, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        assert self.base is not None
+        return self.base.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of W."""
+        assert self.base is not None
+        return self.base.dtype
+
+
 # What a product multiplies. Callers pass it on, and read its shape and dtype alone: how its values
 # are stored is known in this package.
 Operand: TypeAlias = Tensor
-Weight: TypeAlias = Tensor | Stacked
+Weight: TypeAlias = "Tensor | Stacked | LowRank"
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -102,17 +150,24 @@ def stacked(matrices: Sequence[Tensor]) -> Stacked:
     return Stacked(tuple(matrices), one_behind_another(matrices))
 
 
-def tensors_of(w: Weight) -> tuple[Tensor, ...]:
-    """The tensors that a weight consists of, to be saved."""
+def tensors_of(w: Weight) -> tuple[Tensor | None, ...]:
+    """The tensors that a weight consists of, to be saved; those of low rank come last."""
+    if isinstance(w, LowRank):
+        assert w.base is not None  # as in every forward pass
+        pairs = [(a.a, a.b, a.mask) for a in w.adapters]
+        return (*tensors_of(w.base), w.bias, *(t for kind in zip(*pairs) for t in kind))
     return w.matrices if isinstance(w, Stacked) else (w,)
 
 
-def weight_of(tensors: Sequence[Tensor]) -> Weight:
-    """The weight that consists of these tensors: the inverse of :func:`tensors_of`."""
+def weight_of(tensors: Sequence[Tensor]) -> Tensor | Stacked:
+    """The weight that consists of these tensors: the inverse of :func:`tensors_of`.
+
+    Weights of low rank consist of more than tensors.
+    """
     return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
 
-def joined(w: Weight) -> Tensor:
+def joined(w: Tensor | Stacked) -> Tensor:
     """(N, K) in one piece: a copy where its matrices do not lie one behind another."""
     if not isinstance(w, Stacked):
         return w

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
-from .operands import Operand, Stacked, Weight, as_rows
+from .low_rank import add_low_rank, add_low_rank_dgrad
+from .operands import LowRank, Operand, Stacked, Weight, as_rows
 from .stacked import stacked_dgrad, stacked_forward
 
 __all__ = [
@@ -55,6 +56,12 @@ def forward(
         add: z, of the shape and dtype of y.
         in_place: whether y may be written over z. Else the GEMM starts from a copy of z.
     """
+    if isinstance(w, LowRank):
+        assert w.base is not None
+        own = w.bias if scale is None or w.bias is None else w.bias * scale
+        both = own if bias is None else bias if own is None else own + bias
+        y = forward(x, w.base, both, scale=scale, add=add, in_place=in_place)
+        return add_low_rank(y, x, w, scale)
     if isinstance(w, Stacked):
         if w.whole is None:
             return stacked_forward(x, w, bias, scale=scale, add=add, in_place=in_place)
@@ -128,6 +135,12 @@ def dgrad(
         add: g, gradient of x from elsewhere, (..., K).
         in_place: whether dx may be written over g. Else the GEMM starts from a copy of g.
     """
+    if isinstance(w, LowRank):
+        assert w.base is not None
+        if add is not None and add.dtype != w.dtype:
+            return dgrad(dy, w, scale=scale) + add
+        dx = dgrad(dy, w.base, scale=scale, add=add, in_place=in_place)
+        return add_low_rank_dgrad(dx, dy, w, scale)
     if isinstance(w, Stacked):
         if w.whole is None:
             return stacked_dgrad(dy, w, scale=scale, add=add, in_place=in_place)

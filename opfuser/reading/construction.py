@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from .. import basic
+from ..basic.lora_linear import LoRAAdapter
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
@@ -177,11 +178,40 @@ class Built:
             self.alias(made, "bias", op.bias)
         return [made]
 
+    def lora(self, *projections: read.Linear | read.LoRALinear) -> list[nn.Module]:
+        """One operation for projections of one input."""
+        adapters = [
+            (adapter, n)
+            for n, p in enumerate(projections)
+            for adapter in (p.adapters if isinstance(p, read.LoRALinear) else ())
+        ]
+        linears = [p.linear if isinstance(p, read.LoRALinear) else p for p in projections]
+        made = basic.LoRALinear(
+            linears[0].in_features,
+            [p.out_features for p in linears],
+            [
+                LoRAAdapter(f"adapter{i}", a.rank, a.scale, a.dropout_p, n)
+                for i, (a, n) in enumerate(adapters)
+            ],
+            bias=[p.bias is not None for p in linears],
+            weight_transposed=linears[0].transposed,
+            device="meta",
+        )
+        for n, p in enumerate(linears):
+            self.alias(made, f"weight{n}", p.weight)
+            self.alias(made, f"bias{n}", p.bias)
+        for i, (a, _) in enumerate(adapters):
+            self.alias(made, f"lora_A_adapter{i}", a.a)
+            self.alias(made, f"lora_B_adapter{i}", a.b)
+        return [made]
+
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
         return [child if op.item is None else Item(child, op.item)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
+        if _has_adapters(op.projections):
+            return self.lora(*op.projections)
         named = {f"projection{n}": p for n, p in enumerate(op.projections)}
         made = MergedLinear(
             op.projections[0].in_features,
@@ -355,7 +385,7 @@ class Built:
         return [Transpose()]
 
     def normalised(self, op: read.Normalised) -> list[nn.Module]:
-        return [*self.linear(op.linear), *self.norm(op.norm)]
+        return [*self._modules(op.linear), *self.norm(op.norm)]
 
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
@@ -370,6 +400,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
     read.Linear: Built.linear,
+    read.LoRALinear: Built.lora,
     read.MergedLinear: Built.merged,
     read.Norm: Built.norm,
     read.Normalised: Built.normalised,
@@ -405,6 +436,18 @@ def _scaled(op: read.Gated) -> Any | None:
         return basic.ScaledClampedQGeGLU(blocks, **_clamps(op))
     plain = op.limit is None and op.activation == read.Activation("silu")
     return basic.ScaledSwiGLU(blocks) if plain else None
+
+
+def _has_adapters(
+    projections: tuple[read.Projection, ...],
+) -> TypeGuard[tuple[read.Linear | read.LoRALinear, ...]]:
+    """Whether some have, and all are parameters of one layout alone."""
+    linears = [p.linear if isinstance(p, read.LoRALinear) else p for p in projections]
+    return (
+        any(isinstance(p, read.LoRALinear) for p in projections)
+        and all(isinstance(p, read.Linear) for p in linears)
+        and len({getattr(p, "transposed", None) for p in linears}) == 1
+    )
 
 
 def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:

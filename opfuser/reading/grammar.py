@@ -28,6 +28,7 @@ from .operations import (
     Dropout,
     Gated,
     Linear,
+    LoRALinear,
     MergedLinear,
     Norm,
     Normalised,
@@ -86,6 +87,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
 
+# What rounds its input to the dtype of autocast.
+_LINEAR = Linear, LoRALinear, MergedLinear, Normalised
 _Rule = Callable[[Value, "Value | None"], "Step | None"]
 
 
@@ -133,7 +136,7 @@ class _Grammar:
             step = self.step(end, base)._replace(path=(end,))
             if step.operations:
                 self.check_rounding(step.operations[-1], v, is_rounded)
-                is_rounded = isinstance(step.operations[0], (Linear, MergedLinear, Normalised))
+                is_rounded = isinstance(step.operations[0], _LINEAR)
             return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(self.values.passed(v), why.reason):
@@ -181,7 +184,7 @@ class _Grammar:
 
     def linear(self, v: Value, base: Value | None) -> Step | None:
         found = linear_of(self.values, v)
-        return None if found is None else Step((found.linear,), found.x)
+        return None if found is None else Step((found.linear,), found.x, once=found.once)
 
     def norm(self, v: Value, base: Value | None) -> Step | None:
         found = norm_of(self.values, v, base)
@@ -249,12 +252,12 @@ class _Grammar:
         """
         found = linear_of(self.values, v)
         if found is not None:
-            return Step((found.linear,), found.x)
+            return Step((found.linear,), found.x, once=found.once)
         norm = norm_of(self.values, v, None)
         if norm is not None and norm.factor == 1:
             found = linear_of(self.values, norm.x)
             if found is not None and norm.norm.shape == (found.linear.out_features,):
-                return Step((Normalised(found.linear, norm.norm),), found.x)
+                return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
         called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
         if called:
             return called[0]

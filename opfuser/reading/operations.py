@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "Activation",
+    "Adapter",
     "Attention",
     "Bias",
     "Called",
@@ -18,6 +19,7 @@ __all__ = [
     "HeadNorm",
     "Heads",
     "Linear",
+    "LoRALinear",
     "Mask",
     "MergedLinear",
     "Norm",
@@ -45,6 +47,35 @@ class Linear:
     in_features: int
     out_features: int
     transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """``s d(x) A^T B^T``, d dropout."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+    dropout_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoRALinear:
+    """A linear function plus adapters of the same input."""
+
+    linear: Linear
+    adapters: tuple[Adapter, ...]
+
+    @property
+    def in_features(self) -> int:
+        """The last dimension of the input."""
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        """The last dimension of the output."""
+        return self.linear.out_features
 
 
 @dataclass(frozen=True)
@@ -85,7 +116,7 @@ class Norm:
 class Normalised:
     """A linear function, and a norm of all that it returns."""
 
-    linear: Linear
+    linear: Linear | LoRALinear
     norm: Norm
 
     @property
@@ -99,7 +130,7 @@ class Normalised:
         return self.linear.out_features
 
 
-Projection = Linear | Called | Normalised
+Projection = Linear | LoRALinear | Called | Normalised
 
 
 @dataclass(frozen=True)
@@ -338,6 +369,7 @@ class Times:
 
 Operation = (
     Linear
+    | LoRALinear
     | Called
     | MergedLinear
     | Bias

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from .dataflow import Call, Value, values_in
-from .operations import Linear
+from .arguments import CASTS
+from .dataflow import Call, Node, Value, values_in
+from .kept import KeptError
+from .operations import Adapter, Linear, LoRALinear
+from .products import product_of
 from .replay import origin_of, source_of
 from .values import Values
 
@@ -18,15 +22,86 @@ __all__ = ["CallFound", "LinearFound", "calls_returning", "linear_of", "vector_o
 
 
 class LinearFound(NamedTuple):
-    """A linear function and its argument."""
+    """A linear function, its argument, and the nodes of dropout inside."""
 
-    linear: Linear
+    linear: Linear | LoRALinear
     x: Value
+    once: tuple[Node, ...] = ()
 
 
 def linear_of(values: Values, v: Value) -> LinearFound | None:
     """The linear function of parameters that a value is the result of."""
     v = values.peel(v)
+    found = _linear_of(values, v)
+    if found is None and values.term(v).op == "add" and _is_rounded(values, v):
+        return _adapted(values, v)
+    return found
+
+
+def _is_rounded(values: Values, v: Value) -> bool:
+    """Whether a value has the stream's dtype, or is cast to that wherever it is read."""
+    if v.meta.dtype in values.dtypes:
+        return True
+    nodes = values.dataflow.nodes
+    readers = [n for n in nodes if any(x is v for x in values_in((n.args, n.kwargs)))]
+    return bool(readers) and all(
+        n.op in CASTS and n.results[0].meta.dtype in values.dtypes for n in readers
+    )
+
+
+def _adapted(values: Values, v: Value) -> LinearFound | None:
+    """A linear function plus products of low rank of the same input."""
+    v = values.peel(v)
+    op, args = values.term(v)
+    if op != "add" or any(not isinstance(a, Value) or a.shape != v.shape for a in args):
+        return _linear_of(values, v)
+    with suppress(KeptError):  # what is rounded in between is no such sum
+        for inner, branch in (args, args[::-1]):
+            found = _adapted(values, inner)
+            adapter = None if found is None else _adapter_of(values, branch, found.x)
+            if found is None or adapter is None:
+                continue
+            base = found.linear
+            if isinstance(base, LoRALinear):
+                whole = LoRALinear(base.linear, (*base.adapters, adapter[0]))
+            else:
+                whole = LoRALinear(base, adapter[:1])
+            return LinearFound(whole, found.x, found.once + adapter[1])
+    return _linear_of(values, v)
+
+
+def _adapter_of(values: Values, v: Value, x: Value) -> tuple[Adapter, tuple[Node, ...]] | None:
+    """The product of low rank of a linear function's argument that a value is."""
+    product = product_of(values, v, None)
+    if len(product.values) != 1 or product.inverse_roots:
+        return None
+    up = _matrix_of(values, product.values[0])
+    down = None if up is None else _matrix_of(values, up[1])
+    if up is None or down is None:
+        return None
+    given, p = values.peel(down[1]), 0.0
+    once: tuple[Node, ...] = ()
+    op, args = values.term(given)
+    if op == "dropout":
+        p, once = float(args[1]), () if given.node is None else (given.node,)
+        given = values.peel(args[0])
+    if given is not values.peel(x):
+        return None
+    # The linear function takes the numbers that the adapter takes, and no others.
+    if values.autocast is None and len({t.meta.dtype for t in values.passed(x)}) > 1:
+        return None
+    return Adapter(down[0].name, up[0].name, up[0].shape[1], product.factor, p), once
+
+
+def _matrix_of(values: Values, v: Value) -> tuple[Value, Value] | None:
+    """The parameter that a value is a product with, in whatever dtype, and its argument."""
+    op, args = values.term(v)
+    if op != "linear" or args[2] is not None or not _is_matrix(args[1]):
+        return None
+    return args[1], args[0]
+
+
+def _linear_of(values: Values, v: Value) -> LinearFound | None:
     op, args = values.term(v)
     if v.meta.dtype not in values.dtypes:
         return None
@@ -40,7 +115,7 @@ def linear_of(values: Values, v: Value) -> LinearFound | None:
     if op == "add":
         for inner, bias in (args, args[::-1]):
             if vector_of(values, bias) and isinstance(inner, Value):
-                return _with_bias(values, linear_of(values, inner), bias)
+                return _with_bias(values, _linear_of(values, values.peel(inner)), bias)
     return None
 
 
@@ -71,9 +146,13 @@ def _product(values: Values, x: Any, weight: Any) -> LinearFound | None:
 
 
 def _with_bias(values: Values, found: LinearFound | None, bias: Any) -> LinearFound | None:
-    if found is None or found.linear.bias is not None or not isinstance(bias, Value):
+    if found is None or not isinstance(found.linear, Linear) or not isinstance(bias, Value):
         return None
-    if bias.origin != "parameter" or bias.shape != (found.linear.out_features,):
+    if (
+        found.linear.bias is not None
+        or bias.origin != "parameter"
+        or bias.shape != (found.linear.out_features,)
+    ):
         return None
     return found._replace(linear=replace(found.linear, bias=bias.name))
 

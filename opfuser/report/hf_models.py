@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import TargetError, explain
-from ..integrations.hf_examples import input_shape
+from ..integrations.hf.examples import input_shape
 from ..libraries import imported
 from .inputs import did_you_mean, said
 

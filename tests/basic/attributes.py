@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opfuser import PointwiseOperation, RopeScaling, basic
+from opfuser import LoRAAdapter, PointwiseOperation, RopeScaling, basic
 from opfuser.attention.choice import KERNELS
 from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
@@ -203,6 +203,16 @@ DOMAINS: dict[str, list[Bad]] = {
             error=ArgumentTypeError,
         )
     ],
+    "adapters": [
+        bad(
+            "An adapter has a name, a positive rank, a finite scale, a probability of dropout, "
+            "and the number of an output",
+            *(
+                (LoRAAdapter(rank=2, **wrong),)
+                for wrong in ({"scale": INF}, {"dropout": 1.5}, {"output": 1}, {"name": "a.b"})
+            ),
+        )
+    ],
     "shape": [
         bad("Sizes must be non-negative, except for at most one -1", (-1, -1), (2, -2)),
         bad(
@@ -307,6 +317,18 @@ CASES: dict[str, Case] = {
     "Identity": NOTHING,
     "L2Normalization": Case({}, rows(), EPS),
     "LayerNorm": Case({"normalized_shape": 8}, rows(), NORM),
+    "LoRALinear": Case(
+        {"in_features": 8, "out_features": 6, "adapters": (LoRAAdapter(rank=2),)},
+        rows(),
+        {
+            "in_features": ReadOnly(9),
+            "out_features": ReadOnly(9),
+            "sizes": ReadOnly((5,)),
+            "sharding": ReadOnly(None),
+            "weight_transposed": ReadOnly(True),
+            "adapters": Change((LoRAAdapter(rank=2, scale=0.5),)),
+        },
+    ),
     "LoadBalancingLoss": Case(
         {"num_routers": 2, "coefficient": 0.5},
         f32((3, 8), (2, 4), (2, 4)),

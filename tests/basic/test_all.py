@@ -86,6 +86,7 @@ def test_copies(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_other_parameters(name: str) -> None:
     op, inputs = made(name)
+    op.requires_grad_()  # of LoRALinear, all are not
     other = {key: torch.randn_like(p).requires_grad_() for key, p in op.named_parameters()}
     inputs = [t.requires_grad_(t.is_floating_point()) for t in inputs]
     y = functional_call(op, other, tuple(inputs))

@@ -34,6 +34,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "Embedding": lambda: opfuser.Embedding(9, 4),
     "GroupedLinear": lambda: opfuser.GroupedLinear(2, 8, 6),
     "LayerNorm": lambda: opfuser.LayerNorm(8),
+    "LoRALinear": lambda: opfuser.LoRALinear(8, 6, [opfuser.LoRAAdapter(rank=2, scale=0.7)]),
     "LoadBalancingLoss": lambda: opfuser.LoadBalancingLoss(1, 0.1),
     "Permute": lambda: opfuser.Permute(3),
     "PositionEmbedding": lambda: opfuser.PositionEmbedding(9, 8),
@@ -125,6 +126,8 @@ def evaluate(expression: str, op: opfuser.BasicOperation, x: Tensor, extras: lis
         names["a"], names["b"] = x.chunk(2, -1)
     attributes = ("eps", "scale", "shape", "tanh_clamp_scale")
     names |= {n: getattr(op, n) for n in attributes if hasattr(op, n)}
+    if isinstance(op, opfuser.LoRALinear):
+        names["scale"] = op.adapters[0].scale
     names |= dict(op.named_parameters())
     names |= dict(zip(OPERATIONS[type(op).__name__].extra_inputs, extras))
     return eval(expression, {"__builtins__": {}}, names)

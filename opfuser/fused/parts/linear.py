@@ -101,10 +101,10 @@ class LinearPart(Part):
         return linear_sum(self.add, z, x, w, b, in_place=ours), nothing
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        saved, *weight = ctxs[0].saved_tensors
+        saved, first = ctxs[0].saved_tensors[:2]
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
-        x = saved if x is None else cast(x, weight[0].dtype)
-        return gemm.forward(x, gemm.weight_of(weight), b)
+        x = saved if x is None else cast(x, first.dtype)
+        return gemm.forward(x, self.linear.saved_weight(ctxs[0]), b)
 
     def backward(
         self,
@@ -123,7 +123,7 @@ class LinearPart(Part):
         return PartGrads(dx, [], extra_inputs)
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
-        return gemm.dgrad(dy, gemm.weight_of(ctxs[0].saved_tensors[1:]))
+        return gemm.dgrad(dy, self.linear.saved_weight(ctxs[0]))
 
     def wants_input(self, ctxs: Contexts) -> bool:
         return True in ctxs[0].needs.parameters

@@ -144,6 +144,7 @@ class QuantizedLinearPart(LinearPart):
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
         local, w = self.linear.operands(ctx, x, save=False, gather=False, codes=True)
+        assert not isinstance(w, gemm.LowRank)  # which no recipe takes
         ctx.dtype, weight = local.dtype, self._given_weight(ctx, gemm.joined(w))
         x = gather_input(local, sharding)
         b = None if self.bias is None else self.bias.operand(x, w)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..applying import is_foreign
-from ..reading.captured_outputs import is_idle
-from ..reading.reads import is_hooked
+from ...applying import foreign_forward
+from ...reading.captured_outputs import is_idle
+from ...reading.reads import is_hooked
 
 __all__ = ["examples", "input_shape"]
 
@@ -57,7 +57,7 @@ def examples(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     device = parameters[0].device
     if not all(type(p) is nn.Parameter and p.device == device for p in parameters):
         return
-    if any(is_hooked(m, is_idle) or is_foreign(m) for m in model.modules()):
+    if any(is_hooked(m, is_idle) or foreign_forward(m) for m in model.modules()):
         return
     if device.type == "cpu" and sum(map(Tensor.numel, parameters)) > _PARAMETERS_ON_CPU:
         return

@@ -1,0 +1,139 @@
+"""Products with a weight that is a matrix plus products of low rank, which are never added to it.
+
+Symbols as in :mod:`.products`. For W + Σ s_i B_i A_i, with A_i (r_i, K), B_i (N_i, r_i) and N_i
+columns of the output from ``start`` on:
+
+    y = x Wᵀ + Σ s_i u_i B_iᵀ,   u_i = d_i(x) A_iᵀ
+    dx = dy W + Σ d_i(du_i A_i), du_i = s_i dy B_i
+    dA_i = du_iᵀ d_i(x),         dB_i = s_i dyᵀ u_i
+
+d_i zeroes and scales entries by a mask, and is linear and symmetric. All A_i without one are one
+matrix in u, dx and dA. Products of low rank are computed in the wider of the dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..kernels.dropout_masks import masked
+from .operands import Adapter, LowRank, as_rows, functional
+
+__all__ = ["add_low_rank", "add_low_rank_dgrad", "low_rank_wgrad"]
+
+
+def _a_of(adapters: Sequence[Adapter]) -> Tensor:
+    """The A_i, one behind another."""
+    return adapters[0].a if len(adapters) == 1 else torch.cat([a.a for a in adapters])
+
+
+def _groups(w: LowRank) -> list[list[Adapter]]:
+    """Adapters without a mask together, the others one by one."""
+    plain = [a for a in w.adapters if a.mask is None]
+    return [g for g in (plain, *([a] for a in w.adapters if a.mask is not None)) if g]
+
+
+def _down(x: Tensor, group: Sequence[Adapter]) -> tuple[Tensor, ...]:
+    """The u_i of a group, of rows x that its mask was applied to."""
+    u = x @ _a_of(group).t()
+    return u.split_with_sizes([a.a.shape[0] for a in group], 1)
+
+
+def _up_grads(dy: Tensor, group: Sequence[Adapter], scale: float) -> Tensor:
+    """The du_i of a group side by side."""
+    found = []
+    for a in group:
+        columns = dy if a.b.shape[0] == dy.shape[1] else dy.narrow(1, a.start, a.b.shape[0])
+        found.append((columns @ a.b).mul(a.scale * scale))
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _applied(t: Tensor, group: Sequence[Adapter]) -> Tensor:
+    mask = group[0].mask
+    if mask is None:
+        return t
+    return masked(t, mask.view(t.shape) if mask.dtype == torch.bool else mask, group[0].p)
+
+
+def add_low_rank(y: Tensor, x: Tensor, w: LowRank, scale: float | None) -> Tensor:
+    """``y + s Σ s_i u_i B_iᵀ``, in place unless a trace forbids that, in the dtype of y."""
+    if not w.adapters:
+        return y
+    dtype, alpha = w.adapters[0].a.dtype, 1.0 if scale is None else scale
+    rows, x = as_rows(y), as_rows(x).to(dtype)
+    wide = rows.to(dtype)
+    traced = functional()
+    for group in _groups(w):
+        for a, u in zip(group, _down(_applied(x, group), group)):
+            size = a.b.shape[0]
+            if traced:
+                term = (u @ a.b.t()) * (a.scale * alpha)
+                wide = wide + F.pad(term, (a.start, rows.shape[1] - a.start - size))
+            else:
+                columns = wide if size == wide.shape[1] else wide.narrow(1, a.start, size)
+                columns.addmm_(u, a.b.t(), alpha=a.scale * alpha)
+    if traced:
+        return wide.to(y.dtype).view(y.shape)
+    if wide is not rows:
+        rows.copy_(wide)
+    return y
+
+
+def add_low_rank_dgrad(dx: Tensor, dy: Tensor, w: LowRank, scale: float | None) -> Tensor:
+    """``dx + s Σ d_i(du_i A_i)``, in place unless a trace forbids that, in the dtype of dx."""
+    if not w.adapters:
+        return dx
+    dtype, alpha = w.adapters[0].a.dtype, 1.0 if scale is None else scale
+    rows, dy = as_rows(dx), as_rows(dy).to(dtype)
+    wide = rows.to(dtype)
+    traced = functional()
+    for group in _groups(w):
+        du = _up_grads(dy, group, alpha)
+        if traced or group[0].mask is not None:
+            term = _applied(du @ _a_of(group), group)
+            wide = wide + term if traced else wide.add_(term)
+        else:
+            wide.addmm_(du, _a_of(group))
+    if traced:
+        return wide.to(dx.dtype).view(dx.shape)
+    if wide is not rows:
+        rows.copy_(wide)
+    return dx
+
+
+def low_rank_wgrad(
+    dy: Tensor, x: Tensor, w: LowRank, needed: Sequence[tuple[bool, bool]], scale: float | None
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """For each adapter dA_i and dB_i times s, each None if it is not needed.
+
+    Args:
+        dy: (..., N).
+        x: (..., K).
+        w: the weight.
+        needed: for each adapter, whether dA_i and dB_i are needed.
+        scale: s.
+    """
+    if not any(map(any, needed)):
+        return [(None, None)] * len(needed)
+    dtype, alpha = w.adapters[0].a.dtype, 1.0 if scale is None else scale
+    dy, x = as_rows(dy).to(dtype), as_rows(x).to(dtype)
+    wanted = {id(a): need for a, need in zip(w.adapters, needed)}
+    found: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+    for group in _groups(w):
+        given = _applied(x, group)
+        dbs: list[Tensor | None] = [None] * len(group)
+        das: Sequence[Tensor | None] = [None] * len(group)
+        if any(wanted[id(a)][0] for a in group):
+            da = _up_grads(dy, group, alpha).t() @ given
+            das = da.split_with_sizes([a.a.shape[0] for a in group])
+        if any(wanted[id(a)][1] for a in group):
+            for n, (a, u) in enumerate(zip(group, _down(given, group))):
+                if wanted[id(a)][1]:
+                    columns = dy.narrow(1, a.start, a.b.shape[0])
+                    dbs[n] = (columns.t() @ u).mul(a.scale * alpha)
+        for a, da_i, db_i in zip(group, das, dbs):
+            found[id(a)] = da_i if wanted[id(a)][0] else None, db_i
+    return [found[id(a)] for a in w.adapters]

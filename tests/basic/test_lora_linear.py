@@ -1,0 +1,271 @@
+"""LoRALinear: values and gradients of frozen weights with trained products of low rank beside them.
+
+What all operations do alike: test_all.py and test_attributes.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import opfuser
+from opfuser import LoRAAdapter, LoRALinear, Residual, RMSNorm, Sequential, SwiGLU
+from opfuser.errors import ArgumentError, InputError
+from opfuser.recipe import Float8CurrentScaling
+from opfuser.testing import check_op
+from tests.basic.values import fill, saved_by
+
+TWO = (LoRAAdapter("one", 3, 0.5, output=1), LoRAAdapter("two", 2, -2.0, output=1))
+MADE: dict[str, dict[str, Any]] = {
+    "one": {"out_features": 5, "adapters": (LoRAAdapter(rank=3, scale=2.0),)},
+    "two of one output": {"out_features": (4, 5), "adapters": TWO},
+    "inactive": {
+        "out_features": 5,
+        "adapters": (LoRAAdapter(rank=2), LoRAAdapter("other", 3, active=False)),
+    },
+    "none": {"out_features": (4, 5), "adapters": (), "bias": False},
+    "of three": {
+        "out_features": (4, 2, 3),
+        "adapters": (LoRAAdapter("q", 2), LoRAAdapter("v", 3, 0.25, output=2)),
+        "bias": (True, False, True),
+    },
+    "transposed": {"out_features": 5, "adapters": (LoRAAdapter(),), "weight_transposed": True},
+}
+DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+]
+
+
+def made(name: str, **others: Any) -> LoRALinear:
+    return fill(LoRALinear(7, **{**MADE[name], **others}))
+
+
+def run(op: LoRALinear, x: Tensor, dy: Tensor, *, plain: bool = False) -> list[Tensor | None]:
+    """Output and gradients, those of parameters in order."""
+    x = x.detach().requires_grad_()
+    y = op.reference(x) if plain else op(x)
+    leaves = [x, *[p for p in op.parameters() if p.requires_grad]]
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MADE)
+def test_as_exact_as_torch(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+) -> None:
+    op = made(name, dtype=dtypes[0], adapter_dtype=dtypes[1]).to(device).requires_grad_()
+    for shape in [(5, 7), (7,), (2, 3, 4, 7), (0, 7)]:
+        x, dy = torch.randn(shape), torch.randn(*shape[:-1], op.out_features)
+        x, dy = x.to(device, dtypes[0]), dy.to(device, dtypes[0])
+        got, plain = run(op, x, dy), run(op, x, dy, plain=True)
+        exact = made(name, dtype=torch.float64).to(device).requires_grad_()
+        exact.load_state_dict(op.state_dict())
+        wanted = run(exact, x.double(), dy.double(), plain=True)
+        for a, b, c in zip(got, plain, wanted):
+            assert (a is None) == (c is None)
+            if a is None or b is None or c is None:
+                continue
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            if c.numel():
+                error, allowed = ((t.double() - c).abs().max() for t in (a, b))
+                # Of a few entries, either may be exact by chance.
+                assert error <= 2 * allowed + 2 * torch.finfo(b.dtype).eps * c.abs().max()
+
+
+@pytest.mark.parametrize("needed", ["x", "lora_A_one", "lora_B_two", "weight0", "bias1", ""])
+def test_only_gradients_that_are_asked_for(needed: str) -> None:
+    op = made("two of one output").double()
+    for name, p in op.named_parameters():
+        p.requires_grad_(name == needed)
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=needed == "x")
+    y, want = op(x), op.reference(x)
+    torch.testing.assert_close(y, want)
+    assert y.requires_grad == bool(needed)
+    if needed:
+        leaf = x if needed == "x" else getattr(op, needed)
+        got, wanted = (torch.autograd.grad(t.cos().sum(), leaf) for t in (y, want))
+        torch.testing.assert_close(got, wanted)
+
+
+def test_of_frozen_weights_nothing_is_saved_but_what_others_read() -> None:
+    op = made("one")
+    assert [n for n, p in op.named_parameters() if p.requires_grad] == [
+        "lora_A_default",
+        "lora_B_default",
+    ]
+    x = torch.randn(3, 7)
+    own = {t.data_ptr(): name for name, t in (("x", x), *op.named_parameters())}
+    saved = [own[t.data_ptr()] for t in saved_by(lambda: op(x))]
+    assert sorted(saved) == ["bias", "lora_A_default", "lora_B_default", "x"]
+    op(x).sum().backward()
+    assert op.weight.grad is None
+    for p in op.parameters():
+        p.requires_grad_(False)
+    saved = [own[t.data_ptr()] for t in saved_by(lambda: op(x.requires_grad_()))]
+    assert "x" not in saved
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_dropout_has_one_mask_for_both_passes(p: float, device: torch.device) -> None:
+    adapters = LoRAAdapter("one", 2, 0.5, p), LoRAAdapter("two", 2, 2.0), LoRAAdapter("b", 1, 1, p)
+    op = fill(LoRALinear(4, 3, adapters)).to(device, torch.float64).requires_grad_()
+    inputs = torch.randn(2, 3, 4, dtype=torch.float64, device=device, requires_grad=True)
+
+    def call(x: Tensor, *parameters: Tensor) -> Any:
+        torch.manual_seed(3)
+        named = dict(zip(dict(op.named_parameters()), parameters))
+        return torch.func.functional_call(op, named, (x,))
+
+    assert torch.autograd.gradcheck(call, (inputs, *op.parameters()))
+    assert torch.autograd.gradcheck(
+        lambda x: call(torch.stack([x, x]).unbind()[0], *op.parameters()), (inputs,)
+    )
+    op.eval()
+    torch.testing.assert_close(op(inputs), op.reference(inputs))
+
+
+def test_dropout_zeroes_entries_and_scales_the_others(device: torch.device) -> None:
+    op = LoRALinear(8, 8, [LoRAAdapter(rank=8, scale=3.0, dropout=0.25)]).to(device)
+    with torch.no_grad():
+        op.weight.zero_()
+        op.lora_A_default.copy_(torch.eye(8))
+        op.lora_B_default.copy_(torch.eye(8))
+    x = torch.rand(2000, 8, device=device) + 1
+    y = op(x)
+    kept = y != 0
+    torch.testing.assert_close(y[kept], (4 * x)[kept])
+    assert 0.73 < kept.float().mean() < 0.77
+    op.adapters = (op.adapters[0]._replace(dropout=1.0),)
+    assert not op(x).any()
+
+
+def test_autocast(device: torch.device) -> None:
+    op = made("of three").to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        check_op(op, torch.randn(3, 7, device=device))
+
+
+def block(kind: str) -> tuple[Sequential, dict[str, Any]]:
+    up, down = (LoRAAdapter("a", 2, 0.5), LoRAAdapter("b", 3, output=1)), (LoRAAdapter(rank=2),)
+    if kind == "residual":
+        ops = [RMSNorm(7), LoRALinear(7, (4, 4), up), SwiGLU(), LoRALinear(4, 7, down)]
+        return Sequential(Residual(*ops)), {"joint": {"norm_linear": 1, "activation_linear_add": 1}}
+    if kind == "scaled sum":
+        ops = [LoRALinear(7, 7, down), opfuser.ConstantScale(0.5)]
+        return Sequential(Residual(*ops)), {"forward": {"forward_linear_scale_add": 1}}
+    if kind == "scaled":
+        return Sequential(LoRALinear(7, 5, down), opfuser.ConstantScale(0.5)), {
+            "backward": {"backward_linear_scale": 1}
+        }
+    return Sequential(LoRALinear(7, 7, down), opfuser.Bias(7), opfuser.GELU()), {
+        "forward": {"forward_linear_bias_activation": 1}
+    }
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1.0])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["residual", "scaled", "scaled sum", "bias"])
+def test_fusions_compute_what_operations_do_alone(
+    kind: str, recompute: bool, dropout: float
+) -> None:
+    torch.manual_seed(0)
+    seq, fusions = block(kind)
+    fill(seq).double().requires_grad_()
+    for op in seq.modules():
+        if isinstance(op, LoRALinear):
+            op.adapters = tuple([a._replace(dropout=dropout) for a in op.adapters])
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *seq.parameters()]
+
+    def step() -> tuple[Tensor, ...]:
+        y = seq(x)
+        return (y, *torch.autograd.grad(y.cos().sum(), leaves))
+
+    with (opfuser.enable if recompute else opfuser.disable)("recompute_mlp"):
+        got = step()
+        if not recompute:
+            opfuser.require_fusions(seq, **fusions)
+    with opfuser.disable("*"):
+        want = step()
+    torch.testing.assert_close(got, want)
+    if dropout:
+        for op in (op for op in seq.modules() if isinstance(op, LoRALinear)):
+            op.adapters = tuple([a._replace(active=False) for a in op.adapters])
+        torch.testing.assert_close(got[0], seq(x))
+
+
+def test_regions_of_quantised_compute_leave_it_out() -> None:
+    seq = Sequential(LoRALinear(16, 32, [LoRAAdapter(rank=2)]), recipe=Float8CurrentScaling())
+    assert seq.plan(torch.randn(2, 16)).quantized == ()
+    assert "low rank" in str(opfuser.can_fuse(seq, "quantized_linear", torch.randn(2, 16)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["of three", "one"])
+def test_compiles_without_a_graph_break(name: str) -> None:
+    torch.compiler.reset()
+    seq, x = Sequential(RMSNorm(7), made(name, adapter_dtype=torch.float64)), torch.randn(3, 7)
+    compiled: Any = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    leaves = [p for p in seq.parameters() if p.requires_grad]
+    got, want = ([y, *torch.autograd.grad(y.cos().sum(), leaves)] for y in (compiled(x), seq(x)))
+    torch.testing.assert_close(got, want)
+
+
+def test_checkpoints_of_peft_load() -> None:
+    peft = pytest.importorskip("peft")
+    model: Any = nn.Sequential(nn.Linear(7, 5))
+    config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
+    theirs = peft.get_peft_model(model, config).base_model.model[0]
+    op = made("one", adapters=(LoRAAdapter(rank=3, scale=4.0),))
+    op.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 7)
+    torch.testing.assert_close(op(x), theirs(x))
+    assert sorted(op.state_dict()) == ["bias", "lora_A_default", "lora_B_default", "weight"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"dtype": torch.int64}, "computes in float16"),
+        ({"in_features": -1}, "sizes that are not negative"),
+        ({"adapters": [LoRAAdapter(rank=0)]}, "a positive rank"),
+        ({"adapters": [LoRAAdapter(), LoRAAdapter()]}, "a name of its own"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        LoRALinear(**{"in_features": 4, "out_features": 3, **wrong})
+
+
+def test_wrong_calls() -> None:
+    op = made("two of one output")
+    with pytest.raises(InputError, match=re.escape("Received: shape (3, 6)")):
+        op(torch.randn(3, 6))
+    op.adapters = op.adapters[:1]
+    with pytest.raises(ArgumentError, match="the names and ranks that they were made with"):
+        op(torch.randn(3, 7))
+    op = made("two of one output")
+    op.weight1 = None
+    with pytest.raises(ArgumentError, match=r"needs its weights, .* weight1 = None"):
+        op(torch.randn(3, 7))
+    assert "one: rank 3, scale 0.5" in repr(op)
+
+
+def test_dropout_of_torch_is_what_the_reference_draws() -> None:
+    op = LoRALinear(4, 3, [LoRAAdapter(rank=2, dropout=0.5)], bias=False)
+    x = torch.randn(2, 4)
+    torch.manual_seed(0)
+    y = op.reference(x)
+    torch.manual_seed(0)
+    u = F.linear(F.dropout(x, 0.5), op.lora_A_default)
+    torch.testing.assert_close(y, F.linear(x, op.weight) + F.linear(u, op.lora_B_default))
