@@ -37,7 +37,7 @@ from .checks import Checks, checks_of, with_exchanged_parameters
 from .descriptions import operations_in
 from .memo import Memo
 
-__all__ = ["Application", "Decision"]
+__all__ = ["Application", "Decision", "check_modes"]
 
 # A module that calls more than that is not read as one: its parts are.
 _MODULES_AT_MOST = 200
@@ -228,7 +228,7 @@ class Application:
         try:
             found.arrange = _arrangement(found.trace.dataflow.result)
             found.reading = read(found.trace.dataflow)
-            _check_modes(found.trace.dataflow, found.reading)
+            check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
         except KeptError as kept:
             found.reading, found.reason = None, kept.reason
@@ -246,7 +246,7 @@ def _masks_of(reading: Reading) -> tuple[int, ...]:
     return tuple(mask.input for op in attention for mask in op.masks)
 
 
-def _check_modes(dataflow: Dataflow, reading: Reading) -> None:
+def check_modes(dataflow: Dataflow, reading: Reading) -> None:
     """Refuses to call a child by itself that the forward calls in another mode.
 
     Raises:

@@ -65,6 +65,14 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "matmul": {"other": ...},
     "linear": {"weight": ..., "bias": None},
     "addmm": {"mat1": ..., "mat2": ..., "beta": 1, "alpha": 1},
+    "embedding": {
+        "weight": ...,
+        "padding_idx": None,
+        "max_norm": None,
+        "norm_type": 2.0,
+        "scale_grad_by_freq": False,
+        "sparse": False,
+    },
     "layer_norm": {"normalized_shape": ..., "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": ..., "weight": None, "eps": None},
     "scaled_dot_product_attention": {
@@ -119,8 +127,8 @@ def _canonical(op: str, args: list[Any]) -> Term:
         return Term(named, (x,)) if named else Term(op, (x, *rest))
     if op == "mul" and rest[0] is x:
         return Term("square", (x,))
-    if op in ("silu", "relu", "dropout"):
-        return Term("" if rest[-1] else op, (x, *rest[:-1]))
+    if op in ("silu", "relu", "dropout"):  # written in place, it is a value of its own as well
+        return Term(op, (x, *rest[:-1]))
     if op == "div":
         return Term("" if rest[1] else op, (x, rest[0]))
     if op == "rdiv" and is_number(rest[0]):

@@ -150,6 +150,13 @@ class Built:
             self.alias(made, "bias", op.bias)
         return [made]
 
+    def embedding(self, op: read.Embedding) -> list[nn.Module]:
+        made = basic.Embedding(
+            op.num_embeddings, op.embedding_dim, padding_idx=op.padding_idx, device="meta"
+        )
+        self.alias(made, "weight", op.weight)
+        return [made]
+
     def called(self, op: read.Called) -> list[nn.Module]:
         return [self._module.get_submodule(op.path)]
 
@@ -283,6 +290,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Called: Built.called,
     read.ColumnScale: Built.column_scale,
     read.Dropout: Built.dropout,
+    read.Embedding: Built.embedding,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
     read.Linear: Built.linear,

@@ -73,7 +73,11 @@ class Node:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow."""
+    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow.
+
+    Attributes:
+        writes: whether it writes to its arguments.
+    """
 
     module: nn.Module
     path: str
@@ -82,6 +86,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     result: Any = None
+    writes: bool = False
 
 
 @dataclass(eq=False)

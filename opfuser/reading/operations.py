@@ -11,6 +11,7 @@ __all__ = [
     "Called",
     "ColumnScale",
     "Dropout",
+    "Embedding",
     "Gated",
     "HeadNorm",
     "Heads",
@@ -40,6 +41,16 @@ class Linear:
     in_features: int
     out_features: int
     transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of a table by their numbers, which the input holds; one may get no gradient."""
+
+    weight: str
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
 
 
 @dataclass(frozen=True)
@@ -262,6 +273,7 @@ class Parallel:
 
 Operation = (
     Linear
+    | Embedding
     | Called
     | MergedLinear
     | Bias

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...basic import Identity
 from ...change_tracking import has_hooks, replaces_forward
+from ...engine.plain_modules import replacement
 from ...engine.plan import Plan, Step
 from ...errors import OpfuserError
 from ...fusion import Fusion, Match, Refusal, Stage
-from ...integrations.torch_nn import from_torch
+from ...integrations.conversion import from_torch
 from ...op import BasicOperation, FusibleOperation
 from ...op.kinds import is_built_in
 from ...registry import disable, enable, registry
@@ -200,8 +203,10 @@ def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[tuple
     """Puts an operation in the place of a plain module, if there is one."""
     if isinstance(child, (FusibleOperation, Sequential)) or has_hooks(child):
         return
-    operation = from_torch(child)
-    if isinstance(operation, FusibleOperation):
+    if child._modules or replacement(child) is None:
+        return
+    with suppress(OpfuserError):
+        (operation,) = from_torch(child) or [Identity()]
         holder._modules[name] = operation
         holder._touch()
         kind, theirs = type(child).__name__, type(operation).__name__

@@ -14,8 +14,8 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
+from ...engine.plain_modules import replacement
 from ...integrations.hf.reading import replaced_forward
-from ...integrations.torch_nn import from_torch
 from ...op import FusibleOperation
 from ...sequential import Sequential
 from ..observing import SequenceCall, observed
@@ -276,7 +276,7 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
     """
     if isinstance(module, (Sequential, FusibleOperation)):
         return True
-    if inside and not module._modules and isinstance(from_torch(module), FusibleOperation):
+    if inside and not module._modules and replacement(module) is not None:
         return True
     return replaced_forward(vars(module).get("forward")) is not None
 
