@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from .. import applying, hf
 from ..errors import OpfuserError, TargetError, counted, explain
+from ..hf import apply
 from ..integrations.conversion import from_torch
 from ..sequential import Sequential
 from .target import Target, moved, plans
@@ -86,7 +87,7 @@ def _remedy(target: Target) -> str:
                 f"{counted(count, 'Sequential')}"
             )
     return (
-        "Neither opfuser.from_torch nor opfuser.apply makes it call one. Write operations of "
+        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of "
         "its forward as an opfuser.Sequential: opfuser audit names those that would fuse"
     )
 
@@ -106,44 +107,29 @@ def _copied(target: Target) -> Target:
 def _from_torch(model: nn.Module) -> nn.Module | None:
     if isinstance(model, Sequential):
         return None
-    try:
-        return from_torch(model)
-    except OpfuserError:
+    with suppress(OpfuserError):
+        made = from_torch(model)
+        # One operation alone has nothing to fuse with.
+        if len(made) > 1 or any(isinstance(inner, Sequential) for inner in made):
+            return made
+    return None
+
+
+def _applied(model: nn.Module, *, fused_loss: bool) -> nn.Module | None:
+    if not any(type(m).__module__.startswith("transformers.") for m in model.modules()):
         return None
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(type(m).__module__.startswith("transformers.") for m in model.modules())
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
-
-
-def _applied(model: nn.Module) -> nn.Module | None:
-    if _is_of_transformers(model):
-        return None
-    other = _twin(model)
-    applying.apply(other)
-    return other
-
-
-def _applied_by_hf(model: nn.Module, *, fused_loss: bool) -> nn.Module | None:
-    if not _is_of_transformers(model):
-        return None
-    other = _twin(model)
-    replaced = hf.apply(other, fused_loss=fused_loss).replaced
+    other: nn.Module = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    replaced = apply(other, fused_loss=fused_loss).replaced
     wanted = any(r.what == "loss" for r in replaced) if fused_loss else bool(replaced)
     return other if wanted else None
 
 
 CONVERSIONS = (
     Conversion("opfuser.from_torch(model)", _from_torch),
-    Conversion("opfuser.apply(model)", _applied),
-    Conversion("opfuser.hf.apply(model)", partial(_applied_by_hf, fused_loss=False)),
+    Conversion("opfuser.hf.apply(model)", partial(_applied, fused_loss=False)),
     Conversion(
         "opfuser.hf.apply(model, fused_loss=True)",
-        partial(_applied_by_hf, fused_loss=True),
+        partial(_applied, fused_loss=True),
         frozenset({"linear_cross_entropy"}),
     ),
 )
