@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
 from ..applying.decisions import check_modes
 from ..applying.descriptions import children_called, operations_in
-from ..attention.masks import hides_queries
 from ..change_tracking import has_hooks, replaces_forward
 from ..context import COMPUTE_DTYPES
 from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError, explain
 from ..op import FusibleOperation
-from ..reading.construction import Built, build
-from ..reading.dataflow import Value, map_leaves
+from ..reading.construction import build
+from ..reading.dataflow import Value, values_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError
 from ..reading.operations import Attention, Called, Dropout, Reading
 from ..reading.tracer import Trace, trace
 from ..sequential import Sequential
+from .example_calls import (
+    Arguments,
+    Example,
+    ExampleCall,
+    calls_made,
+    given_call,
+    needs_example,
+)
 
 __all__ = ["from_torch"]
 
-Example = Mapping[str, Any] | Sequence[Any] | Tensor
-
-# Sizes of batch and sequence, which hardly any module has among its own.
-_SIZES = 11, 13, 17, 19, 23, 29, 31, 37
-_WIDTHS_AT_MOST = 4
 _APPLY = "opfuser.apply(model) has sequences compute those of its parts that are"
 
 
@@ -84,7 +85,7 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
         return Sequential(module)
     try:
         _check(module)
-        call = _made(module) if example is None else _given(module, example)
+        call = _made(module) if example is None else given_call(module, example)
         reading = _read_in_all_modes(module, call)
         built = build(reading, module)
     except KeptError as kept:
@@ -98,33 +99,9 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
     made = Sequential(_named(built.sequence, module))
     if built.arguments:
         made.register_forward_pre_hook(
-            _Arguments(call, inspect.signature(module.forward), reading, built), with_kwargs=True
+            Arguments(call, inspect.signature(module.forward), reading, built), with_kwargs=True
         )
     return made.train(module.training)
-
-
-class _Call(NamedTuple):
-    """Arguments of a call of a module, in the order of its forward."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def bound(cls, signature: inspect.Signature, args: Any, kwargs: Any) -> _Call:
-        """Raises TypeError where they do not fit."""
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return cls(bound.args, bound.kwargs)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        map_leaves(lambda x: found.append(x) if isinstance(x, Tensor) else None, tuple(self))
-        return found
-
-    def of(self, x: Tensor) -> _Call:
-        """The call with another tensor in place of its only one."""
-        return _Call(*map_leaves(lambda leaf: x if isinstance(leaf, Tensor) else leaf, tuple(self)))
 
 
 def _check(module: nn.Module) -> None:
@@ -142,35 +119,21 @@ def _check(module: nn.Module) -> None:
             raise KeptError(f"has '{path}' in another mode: call train() or eval() before")
 
 
-# Calls
-
-
-def _made(module: nn.Module) -> _Call:
-    """A call with a tensor whose width is one of the sizes of the parameters, that can be read.
+def _made(module: nn.Module) -> ExampleCall:
+    """A call that can be read.
 
     Raises:
         KeptError: none can be read.
         ArgumentError: none can be traced.
     """
-    weights = [p for p in module.parameters() if not is_lazy(p) and p.is_floating_point()]
-    widths = dict.fromkeys(n for p in weights if p.dim() for n in (p.shape[-1], p.shape[0]))
-    like = weights[0] if weights else torch.empty(0)
-    rows = _sizes(module)
-    shapes = [(*rows[:rank], w) for rank in (2, 1) for w in [*widths][:_WIDTHS_AT_MOST] or [6]]
-    examples = [_like(like, shape) for shape in shapes]
-    examples.append(torch.empty(rows[:2], dtype=torch.int64, device=like.device))
     unread: KeptError | None = None
-    untraced: KeptError | None = None
-    signature = inspect.signature(module.forward)
-    for x in examples:
-        try:
-            call = _Call.bound(signature, (x,), {})
-        except TypeError as error:
-            raise _needs_example(module, str(error)) from None
+    untraced = ""
+    for call in calls_made(module):
         try:
             traced = _traced(module, call)
         except KeptError as kept:
-            untraced = untraced or kept
+            shape = " x ".join(map(str, call.tensors[0].shape))
+            untraced = untraced or f"with a tensor of {shape} it {kept.reason}"
             continue
         try:
             read(traced.dataflow)
@@ -178,115 +141,39 @@ def _made(module: nn.Module) -> _Call:
             unread = unread or kept
         else:
             return call
-    if unread is not None:
-        raise unread
-    assert untraced is not None
-    given = " x ".join(map(str, examples[0].shape))
-    raise _needs_example(module, f"with a tensor of {given} it {untraced.reason}")
+    raise unread or needs_example(module, untraced)
 
 
-def _needs_example(module: nn.Module, why: str) -> ArgumentError:
-    return ArgumentError(
-        explain(
-            "Arguments of a call of a module are made where it takes one tensor of a width that "
-            "its parameters have",
-            where="from_torch",
-            received=f"{type(module).__name__}: {why}",
-            remedy="Pass those of one call as example=",
-        )
-    )
-
-
-def _given(module: nn.Module, example: Example) -> _Call:
-    """The call that an example is; of one tensor alone, one like it.
-
-    Raises:
-        ArgumentTypeError: the forward takes no such arguments.
-        ArgumentError: a tensor is there twice.
-    """
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example, Mapping):
-        kwargs = dict(example)
-    else:
-        args = (example,) if isinstance(example, Tensor) else tuple(example)
-    signature = inspect.signature(module.forward)
-    try:
-        call = _Call.bound(signature, args, kwargs)
-    except TypeError as error:
-        raise ArgumentTypeError(
-            explain(
-                "An example has the arguments of one call of the module",
-                where="from_torch",
-                received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
-                remedy=f"The forward takes {signature}",
-            )
-        ) from None
-    tensors = call.tensors
-    if len({*map(id, tensors)}) < len(tensors):
-        raise ArgumentError(
-            explain(
-                "Each tensor of an example is there once",
-                where="from_torch",
-                received="one that is passed twice",
-                remedy="Pass a clone",
-            )
-        )
-    if len(tensors) != 1 or not tensors[0].dim():
-        return call
-    return call.of(_like(tensors[0], _shape(module, tensors[0], tensors[0].dim())))
-
-
-def _sizes(module: nn.Module) -> list[int]:
-    """Sizes of rows that no parameter or buffer has."""
-    own = {n for t in (*module.parameters(), *module.buffers()) if not is_lazy(t) for n in t.shape}
-    return [n for n in _SIZES if n not in own]
-
-
-def _shape(module: nn.Module, x: Tensor, rank: int) -> tuple[int, ...]:
-    rows = _sizes(module)
-    return (*rows[: rank - 1], x.shape[-1]) if x.is_floating_point() else (*rows[:rank],)
-
-
-def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    floating = x.is_floating_point()
-    with torch.inference_mode(False):
-        return torch.empty(shape, dtype=x.dtype, device=x.device, requires_grad=floating)
-
-
-# Readings
-
-
-def _read_in_all_modes(module: nn.Module, call: _Call) -> Reading:
+def _read_in_all_modes(module: nn.Module, call: ExampleCall) -> Reading:
     """What a module computes in training, and but for dropout in evaluation.
 
     Raises:
         KeptError: it computes something else, or for tensors of another rank or width.
         ArgumentError: sizes are equal that may differ.
     """
-    traced = _traced(module, call)
-    reading = _read(traced)
-    _check_sizes(traced, reading)
-    if _without_dropout(reading) != _without_reasons(_read(_traced(module, call, training=False))):
+    reading, evaluated = (
+        _read(_traced(module, call, training=mode), for_all_sizes=True) for mode in (True, False)
+    )
+    if _without_reasons(reading, dropout=False) != _without_reasons(evaluated):
         raise KeptError("computes something else in evaluation, besides dropout")
-    if len(call.tensors) > 1:
-        return reading
-    (x,) = call.tensors
-    attends = any(isinstance(op, Attention) for op in operations_in(reading))
-    shapes = [_shape(module, x, rank) for rank in (2, 3, 4) if not attends and rank != x.dim()]
-    if x.is_floating_point():
-        shapes.append((*x.shape[:-1], 2 * x.shape[-1]))
-    for shape in shapes:
+    x = call.tensors[reading.input]
+    # Attention takes three dimensions.
+    ranks = [] if any(isinstance(op, Attention) for op in operations_in(reading)) else [2, 3, 4]
+    shapes = [(rank, x.shape[-1]) for rank in ranks if rank != x.dim()]
+    shapes += [(x.dim(), 2 * x.shape[-1])] if x.is_floating_point() else []
+    for rank, width in shapes:
+        other = call.of(module, reading.input, rank, width)
         try:
-            other = _traced(module, call.of(_like(x, shape)))
+            traced = _traced(module, other)
         except KeptError:  # what the module does not take
             continue
-        if _without_reasons(_read(other)) != _without_reasons(reading):
-            raise KeptError(f"computes something else of {' x '.join(map(str, shape))} entries")
+        if _without_reasons(_read(traced)) != _without_reasons(reading):
+            shape = " x ".join(map(str, other.tensors[reading.input].shape))
+            raise KeptError(f"computes something else of {shape} entries")
     return reading
 
 
-def _traced(module: nn.Module, call: _Call, *, training: bool = True) -> Trace:
+def _traced(module: nn.Module, call: ExampleCall, *, training: bool = True) -> Trace:
     with _mode(module, training):
         return trace(module, *call)
 
@@ -309,7 +196,7 @@ def _set_mode(module: nn.Module, training: bool) -> None:
         inner.training = training
 
 
-def _read(traced: Trace) -> Reading:
+def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
     flow = traced.dataflow
     if not isinstance(flow.result, Value):
         raise KeptError(f"returns a {type(flow.result).__name__}")
@@ -320,14 +207,17 @@ def _read(traced: Trace) -> Reading:
     check_modes(flow, reading)
     if any(isinstance(op, Attention) and op.cache is not None for op in operations_in(reading)):
         raise KeptError("extends a cache of keys and values")
+    if for_all_sizes:
+        _check_sizes(traced, reading)
     return reading
 
 
 def _check_sizes(traced: Trace, reading: Reading) -> None:
     """Refuses what was read of sizes that others need not have."""
     x = traced.dataflow.inputs[reading.input]
-    if x.meta.is_floating_point() and x.meta.dtype not in COMPUTE_DTYPES:
-        raise KeptError(f"computes in {x.meta.dtype}")
+    dtype = next(values_in(traced.dataflow.result)).meta.dtype
+    if dtype not in COMPUTE_DTYPES:
+        raise KeptError(f"computes in {dtype}")
     if traced.guards:
         shape = " x ".join(map(str, x.shape))
         raise KeptError(f"decides by sizes, for {shape} entries that {' and '.join(traced.guards)}")
@@ -339,7 +229,7 @@ def _check_sizes(traced: Trace, reading: Reading) -> None:
                 "are neither 1 nor sizes of parameters",
                 where="from_torch",
                 received=" x ".join(map(str, x.shape)),
-                remedy="Pass tensors of other sizes",
+                remedy="Pass tensors of other sizes, and masks of bool",
             )
         )
 
@@ -359,13 +249,6 @@ def _without_reasons(tree: Any, *, dropout: bool = True) -> Any:
     return replace(tree, **inner)
 
 
-def _without_dropout(reading: Reading) -> Any:
-    return _without_reasons(reading, dropout=False)
-
-
-# The sequence
-
-
 def _named(operations: Sequential, module: nn.Module) -> dict[str, nn.Module]:
     """Operations by the names of the children whose parameters they hold, or by their numbers."""
     holders: dict[int, set[str]] = {}
@@ -383,62 +266,3 @@ def _named(operations: Sequential, module: nn.Module) -> dict[str, nn.Module]:
         names.append(next(free, ""))
     numbers = (str(n) for n in itertools.count() if str(n) not in names)
     return {name or next(numbers): op for name, op in zip(names, operations)}
-
-
-class _Arguments:
-    """Hands the arguments of a call of a module on to the operations of its sequence.
-
-    Args:
-        call: whose structure others have.
-        signature: of the module's forward.
-        reading: what was read of it.
-        built: of this.
-    """
-
-    def __init__(
-        self, call: _Call, signature: inspect.Signature, reading: Reading, built: Built
-    ) -> None:
-        self.facts = map_leaves(_fact, tuple(call))
-        self.signature, self.input, self.arguments = signature, built.input, built.arguments
-        attention = [op for op in operations_in(reading) if isinstance(op, Attention)]
-        self.masks = sorted({mask.input for op in attention for mask in op.masks})
-
-    def __call__(self, sequence: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            call = _Call.bound(self.signature, args, kwargs)
-        except TypeError as error:
-            raise self.refusal(str(error)) from None
-        if map_leaves(_fact, tuple(call)) != self.facts:
-            shapes = ", ".join(f"{t.dtype} of {tuple(t.shape)}" for t in call.tensors)
-            raise self.refusal(f"other arguments, with tensors {shapes}")
-        inputs = call.tensors
-        if torch.is_grad_enabled() and any(hides_queries(inputs[n]) for n in self.masks):
-            raise NotSupportedError(
-                explain(
-                    "Gradients of a query whose keys are all hidden by large numbers are not exact",
-                    where="a sequence of opfuser.from_torch",
-                    received="an additive mask with such a query",
-                    remedy="Pass a bool mask",
-                )
-            )
-        given: dict[Any, dict[str, Any]] = {}
-        for op, keyword, value in self.arguments:
-            given.setdefault(op, {})[keyword] = value(inputs)
-        return (inputs[self.input],), {"op_kwargs": given}
-
-    def refusal(self, received: str) -> ArgumentError:
-        return ArgumentError(
-            explain(
-                "A sequence is called with arguments of the structure of its example",
-                where="opfuser.from_torch",
-                received=received,
-                remedy=f"Convert the module again with such an example; {_APPLY}",
-            )
-        )
-
-
-def _fact(leaf: Any) -> Any:
-    """What is the same in all calls of one structure."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.dim(), "floating" if leaf.is_floating_point() else str(leaf.dtype)
