@@ -115,6 +115,8 @@ def _check(module: nn.Module) -> None:
     for path, inner in module.named_modules():
         if "_call_impl" in vars(inner):
             raise KeptError(f"has '_call_impl' replaced in '{path}'")
+        if type(inner).train is not nn.Module.train or type(inner).eval is not nn.Module.eval:
+            raise KeptError(f"has a train or eval of its own in '{path}'")
         if inner.training != module.training:
             raise KeptError(f"has '{path}' in another mode: call train() or eval() before")
 

@@ -127,8 +127,8 @@ def _canonical(op: str, args: list[Any]) -> Term:
         return Term(named, (x,)) if named else Term(op, (x, *rest))
     if op == "mul" and rest[0] is x:
         return Term("square", (x,))
-    if op in ("silu", "relu", "dropout"):  # written in place, it is a value of its own as well
-        return Term(op, (x, *rest[:-1]))
+    if op in ("silu", "relu", "dropout"):
+        return Term("" if rest[-1] else op, (x, *rest[:-1]))
     if op == "div":
         return Term("" if rest[1] else op, (x, rest[0]))
     if op == "rdiv" and is_number(rest[0]):

@@ -58,7 +58,6 @@ def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: 
         mode.require_grad.update(map(id, node.results))
     call.end = len(flow.nodes)
     call.result = map_leaves(mode.value_of, result)
-    call.writes = mode.versions(tensors) != versions
-    if call.writes and hooked:
+    if mode.versions(tensors) != versions:
         mode.note_effect(f"has '{path}' write to its arguments")
     return result

@@ -73,11 +73,7 @@ class Node:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow.
-
-    Attributes:
-        writes: whether it writes to its arguments.
-    """
+    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow."""
 
     module: nn.Module
     path: str
@@ -86,7 +82,6 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     result: Any = None
-    writes: bool = False
 
 
 @dataclass(eq=False)

@@ -97,8 +97,7 @@ def calls_returning(dataflow: Dataflow, found: Sequence[Value]) -> list[Call]:
 
 def only_tensor(call: Call) -> Value | None:
     """The tensor that a child was called with, if that is all, and rows became rows."""
-    unusual = len(call.args) != 1 or call.kwargs or call.writes
-    if unusual or not isinstance(call.result, Value):
+    if len(call.args) != 1 or call.kwargs or not isinstance(call.result, Value):
         return None
     (x,) = call.args
     if not isinstance(x, Value) or not x.shape or x.shape[:-1] != call.result.shape[:-1]:

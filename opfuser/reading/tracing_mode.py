@@ -232,7 +232,7 @@ class TracingMode(TorchFunctionMode):
         results += [t for t in written if not any(t is r for r in results)]
         values = list(values_in((node.args, node.kwargs)))
         effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
-        if in_place and not (written and all(map(self.is_own, written))):
+        if in_place:
             effects.append(f"writes in place by {op}")
         elif op in DRAWS:
             effects.append(f"draws random numbers by {op}")
@@ -248,18 +248,6 @@ class TracingMode(TorchFunctionMode):
         self.append(node, results)
         if enabled and differentiated and keeps_gradients(op):
             self.require_grad.update(map(id, node.results))
-
-    def is_own(self, t: Tensor) -> bool:
-        """Whether nothing but one result of the forward holds the memory of a stand-in.
-
-        What is written there is a value of its own, which all read that read the tensor later.
-        """
-        value = self.values[id(t)]
-        if value.origin != "node" or id(value) in self.foreign:
-            return False
-        memory = t.untyped_storage()._cdata
-        others = (v.meta for v in self.values.values() if v.meta is not t)
-        return not any(other.untyped_storage()._cdata == memory for other in others)
 
     def append(self, node: Node, results: list[Tensor]) -> None:
         number = len(self.dataflow.nodes)

@@ -205,7 +205,7 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda m, x: m.up(x.half().double()),
         "rounds to float16 by half",
     ),
-    "writing in place": (write, "computes __setitem__"),
+    "writing in place": (write, "writes in place by __setitem__"),
     "writing to a parameter": (
         lambda m, x: (m.w.detach().zero_(), m.up(x))[1],
         "writes in place by zero_",
