@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -158,6 +158,8 @@ def _read_in_all_modes(module: nn.Module, call: ExampleCall) -> Reading:
     )
     if _without_reasons(reading, dropout=False) != _without_reasons(evaluated):
         raise KeptError("computes something else in evaluation, besides dropout")
+    if _without_grad(module, call) not in (None, _without_reasons(evaluated)):
+        raise KeptError("computes something else without gradients")
     x = call.tensors[reading.input]
     # Attention takes three dimensions.
     ranks = [] if any(isinstance(op, Attention) for op in operations_in(reading)) else [2, 3, 4]
@@ -175,17 +177,26 @@ def _read_in_all_modes(module: nn.Module, call: ExampleCall) -> Reading:
     return reading
 
 
-def _traced(module: nn.Module, call: ExampleCall, *, training: bool = True) -> Trace:
-    with _mode(module, training):
+def _without_grad(module: nn.Module, call: ExampleCall) -> Any:
+    """What is read of an evaluation without gradients; None if it is a kernel of torch's."""
+    with suppress(KeptError):
+        return _without_reasons(_read(_traced(module, call, training=False, grad=False)))
+    return None
+
+
+def _traced(
+    module: nn.Module, call: ExampleCall, *, training: bool = True, grad: bool = True
+) -> Trace:
+    with _mode(module, training), torch.set_grad_enabled(grad):
         return trace(module, *call)
 
 
 @contextmanager
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Meanwhile the module is in a mode, gradients are recorded, and autocast is off."""
+    """Meanwhile the module is in a mode, and autocast and inference mode are off."""
     before = module.training  # as it is of all modules inside
     device = next((p.device.type for p in module.parameters()), "cpu")
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+    with torch.inference_mode(False), ExitStack() as stack:
         if torch.amp.is_autocast_available(device):
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.callback(_set_mode, module, before)

@@ -187,7 +187,8 @@ class _Grammar:
         numbers, weight, padding, max_norm, _, by_frequency, sparse = args
         if max_norm is not None or by_frequency or sparse or weight.origin != "parameter":
             raise KeptError(computed(v, "has an unusual table in"))
-        return Step((Embedding(weight.name, *weight.shape, padding),), numbers)
+        count, width = weight.shape
+        return Step((Embedding(weight.name, count, width, padding),), numbers)
 
     def norm(self, v: Value, base: Value | None) -> Step | None:
         found = norm_of(self.values, v, base)

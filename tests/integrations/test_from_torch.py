@@ -45,11 +45,13 @@ def fused_attention(m: Any, x: Tensor) -> Tensor:
     b, n, c = x.shape
     q, k, v = m.qkv(m.norm(x)).reshape(b, n, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
     y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
-    return x + m.scale * m.square(y)
+    out: Tensor = x + m.scale * m.square(y)
+    return out
 
 
 def feed_forward(m: Any, x: Tensor) -> Tensor:
-    return x + m.down(F.gelu(m.up(m.norm(x)), approximate="tanh"))
+    out: Tensor = x + m.down(F.gelu(m.up(m.norm(x)), approximate="tanh"))
+    return out
 
 
 def encoder(layers: int = 2, **options: Any) -> nn.Module:
@@ -57,7 +59,7 @@ def encoder(layers: int = 2, **options: Any) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
 
 
-def encoder_layer(dropout: float = 0.0, **options: Any) -> nn.Module:
+def encoder_layer(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
     options = {"batch_first": True, **options}
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout, **options)
 
@@ -71,7 +73,7 @@ def with_hook() -> nn.Module:
 def with_forward_of_a_child() -> nn.Module:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
     plain = module[0].forward
-    module[0].forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+    module[0].forward = lambda x: 2 * plain(x)
     return module
 
 
@@ -135,7 +137,7 @@ def wrt(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return [y, *torch.autograd.grad(y.sin().sum(), [x, *module.parameters()], allow_unused=True)]
 
 
-def same(module: nn.Module, ours: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> None:
+def same(module: nn.Module, ours: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> None:
     expected = wrt(module, x, module(x, *args, **kwargs))
     for mine, theirs in zip(wrt(module, x, ours(x, *args, **kwargs)), expected, strict=True):
         assert (mine is None) == (theirs is None)
@@ -360,7 +362,8 @@ class Masked(Computes):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, mask)
-        return x + self.square(y.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.square(y.transpose(1, 2).flatten(2))
+        return out
 
 
 def test_masks_of_which_gradients_are_not_exact() -> None:
@@ -443,7 +446,7 @@ def hooked() -> nn.Module:
 def wrapped() -> nn.Module:
     module = nn.Linear(WIDTH, WIDTH)
     plain = module.forward
-    module.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+    module.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign,assignment]
     return module
 
 
@@ -462,6 +465,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "evaluation": (
         lambda: Computes(lambda m, x: m.square(x) if m.training else m.square(2 * x)),
         "else in evaluation, besides dropout",
+    ),
+    "without gradients": (
+        lambda: Computes(lambda m, x: m.square(x if torch.is_grad_enabled() else 2 * x)),
+        "computes something else without gradients",
     ),
     "sizes in evaluation": (
         lambda: Computes(lambda m, x: m.square(x if m.training or len(x) > 4 else 2 * x)),

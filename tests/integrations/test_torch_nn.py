@@ -105,7 +105,12 @@ def test_flags_hooks_attributes_and_requires_grad_are_preserved() -> None:
     ours.eval()
     ours[2].train()
     seen: list[str] = []
-    ours[0].register_forward_hook(lambda m, args, y: seen.append(type(m).__name__) or y + 1)
+
+    def note(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor:
+        seen.append(type(module).__name__)
+        return y + 1
+
+    ours[0].register_forward_hook(note)
     ours[2].register_full_backward_hook(lambda m, dx, dy: seen.append("backward"))
     ours.register_forward_pre_hook(lambda m, args, kwargs: seen.append("before"), with_kwargs=True)
     x = torch.randn(3, WIDTH, requires_grad=True)
