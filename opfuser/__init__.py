@@ -17,7 +17,8 @@ from .events import record_events
 from .expectations import Answer, can_fuse, require_fusions
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
-from .integrations.torch_nn import ConversionReport, conversion_report, from_torch, to_torch
+from .integrations.conversion import from_torch
+from .integrations.torch_nn import to_torch
 from .linear import Linear
 from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
@@ -48,7 +49,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Answer",
     "BasicOperation",
-    "ConversionReport",
     "Env",
     "FusedOperation",
     "FusibleOperation",
@@ -77,7 +77,6 @@ __all__ = [
     "async_tensor_parallel",
     "autocast",
     "can_fuse",
-    "conversion_report",
     "disable",
     "enable",
     "events",

@@ -45,7 +45,7 @@ from .deferred import Head
 from .descriptions import operations_in
 from .memo import Memo
 
-__all__ = ["Application", "Decision"]
+__all__ = ["Application", "Decision", "check_modes"]
 
 # A module that calls more than that is not read as one: its parts are.
 _MODULES_AT_MOST = 200
@@ -263,7 +263,7 @@ class Application:
             found.arrange = _arrangement(found.trace.dataflow)
             autocast = autocast_dtype(device_of(module, args, kwargs))
             found.reading = read(found.trace.dataflow, autocast)
-            _check_modes(found.trace.dataflow, found.reading)
+            check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
         except Exception as error:  # noqa: BLE001 - as in `decide`
             found.reading, found.reason = None, _reason_of(error)
@@ -307,7 +307,7 @@ def _masks_of(reading: Reading) -> tuple[int, ...]:
     return tuple(mask.input for op in attention for mask in op.masks)
 
 
-def _check_modes(dataflow: Dataflow, reading: Reading) -> None:
+def check_modes(dataflow: Dataflow, reading: Reading) -> None:
     """Refuses to call a child by itself that the forward calls in another mode.
 
     Raises:

@@ -81,6 +81,14 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "matmul": {"other": ...},
     "linear": {"weight": ..., "bias": None},
     "addmm": {"mat1": ..., "mat2": ..., "beta": 1, "alpha": 1},
+    "embedding": {
+        "weight": ...,
+        "padding_idx": None,
+        "max_norm": None,
+        "norm_type": 2.0,
+        "scale_grad_by_freq": False,
+        "sparse": False,
+    },
     "layer_norm": {"normalized_shape": ..., "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": ..., "weight": None, "eps": None},
     "scaled_dot_product_attention": {

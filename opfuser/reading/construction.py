@@ -205,6 +205,13 @@ class Built:
             self.alias(made, f"lora_B_adapter{i}", a.b)
         return [made]
 
+    def embedding(self, op: read.Embedding) -> list[nn.Module]:
+        made = basic.Embedding(
+            op.num_embeddings, op.embedding_dim, padding_idx=op.padding_idx, device="meta"
+        )
+        self.alias(made, "weight", op.weight)
+        return [made]
+
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
         return [child if op.item is None else Item(child, op.item)]
@@ -396,6 +403,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.ColumnScale: Built.column_scale,
     read.CrossAttention: Built.cross_attention,
     read.Dropout: Built.dropout,
+    read.Embedding: Built.embedding,
     read.Experts: Built.experts,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,

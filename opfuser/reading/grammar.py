@@ -26,6 +26,7 @@ from .operations import (
     ColumnScale,
     CrossAttention,
     Dropout,
+    Embedding,
     Gated,
     Linear,
     LoRALinear,
@@ -70,10 +71,10 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     settle_writes(dataflow)
     whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
     rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
+    if whole.operations and isinstance(whole.operations[0], Embedding):
+        rows, dtypes = whole.source.shape, {result.meta.dtype}
     if rows != result.shape[:-1] or (len(dtypes) > 1 and autocast is None):
         raise KeptError("returns another dtype or shape than its input has")
-    if not whole.operations:
-        raise KeptError("computes nothing")
     if whole.tokens - {rows}:
         raise KeptError("attends to other rows than those of its input")
     if len(set(whole.once)) < len(whole.once):
@@ -99,6 +100,7 @@ class _Grammar:
         self.rounded: set[Value] = set()
         self.rules: tuple[_Rule, ...] = (
             self.linear,
+            self.embedding,
             self.norm,
             self.dropout,
             self.product,
@@ -156,6 +158,8 @@ class _Grammar:
         """What a value equals, if that is rounded to the stream's dtype where operations meet."""
         passed = self.values.passed(v)
         end, dtypes = passed[-1], self.values.dtypes
+        if end.origin == "input" and not end.meta.is_floating_point():
+            return end  # of which an embedding may be read
         if all(p.meta.dtype not in dtypes for p in passed) and end not in self.rounded:
             raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtypes[0]} from"))
         self.rounded.add(end)
@@ -185,6 +189,16 @@ class _Grammar:
     def linear(self, v: Value, base: Value | None) -> Step | None:
         found = linear_of(self.values, v)
         return None if found is None else Step((found.linear,), found.x, once=found.once)
+
+    def embedding(self, v: Value, base: Value | None) -> Step | None:
+        op, args = self.values.term(v)
+        if op != "embedding":
+            return None
+        numbers, weight, padding, max_norm, _, by_frequency, sparse = args
+        if max_norm is not None or by_frequency or sparse or weight.origin != "parameter":
+            raise KeptError(computed(v, "has an unusual table in"))
+        count, width = weight.shape
+        return Step((Embedding(weight.name, count, width, padding),), numbers)
 
     def norm(self, v: Value, base: Value | None) -> Step | None:
         found = norm_of(self.values, v, base)

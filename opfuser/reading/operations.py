@@ -13,6 +13,7 @@ __all__ = [
     "ColumnScale",
     "CrossAttention",
     "Dropout",
+    "Embedding",
     "Experts",
     "ExpertsLinear",
     "Gated",
@@ -76,6 +77,16 @@ class LoRALinear:
     def out_features(self) -> int:
         """The last dimension of the output."""
         return self.linear.out_features
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of a table by their numbers, which the input holds; one may get no gradient."""
+
+    weight: str
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
 
 
 @dataclass(frozen=True)
@@ -370,6 +381,7 @@ class Times:
 Operation = (
     Linear
     | LoRALinear
+    | Embedding
     | Called
     | MergedLinear
     | Bias

@@ -97,7 +97,7 @@ def _masks_of(
     """The masks, the nodes by which they were made of inputs, and whether causality is one."""
     mask, padding = args["attn_mask"], args["key_padding_mask"]
     causal = bool(args["is_causal"]) and padding is None and not args["need_weights"]
-    given = [] if mask is None or causal else [(mask, False)]
+    given = [] if mask is None else [(mask, False)]
     given += [] if padding is None else [(padding, True)]
     masks, written = [], []
     for made, of_keys in given:
@@ -108,6 +108,8 @@ def _masks_of(
             if not hides or zeros.node.args[:1] != (v,) or v.meta.dtype != torch.bool:
                 raise KeptError(computed(made, "makes a mask of attention by"))
             written.append(made.node)
+        if causal:  # then it is said to be what the mask hides
+            continue
         if v.origin != "input" or len(v.shape) != 2 or v.requires_grad:
             raise KeptError(computed(v, "has a mask of attention that"))
         masks.append(Mask(values.dataflow.inputs.index(v), v.shape, hides, of_keys))

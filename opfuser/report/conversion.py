@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import TargetError, counted, explain
+from ..errors import OpfuserError, TargetError, counted, explain
 from ..hf import apply
-from ..integrations.torch_nn import conversion_report, from_torch
+from ..integrations.conversion import from_torch
+from ..sequential import Sequential
 from .target import Target, moved, plans
 
 __all__ = ["CONVERSIONS", "Conversion", "no_sequences"]
@@ -103,7 +105,14 @@ def _copied(target: Target) -> Target:
 
 
 def _from_torch(model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module | None:
-    return from_torch(model) if conversion_report(model).replaced else None
+    if isinstance(model, Sequential):
+        return None
+    with suppress(OpfuserError):
+        made = from_torch(model)
+        # One operation alone has nothing to fuse with.
+        if len(made) > 1 or any(isinstance(inner, Sequential) for inner in made):
+            return made
+    return None
 
 
 def _applied(model: nn.Module, inputs: tuple[Tensor, ...], *, fused_loss: bool) -> nn.Module | None:

@@ -227,7 +227,6 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "writes in place by zero_",
     ),
     "two tensors": (lambda m, x: (m.up(x), m.gate(x)), "returns 2 tensors"),
-    "nothing": (lambda m, x: x, "computes nothing"),
     "other rows": (lambda m, x: m.up(x).mean(1), "computes mean"),
     "rows in another order": (lambda m, x: m.up(x.flip(1)), "computes flip"),
     "another shape": (lambda m, x: m.up(x).flatten(0, 1), "returns another dtype or shape"),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...basic import Identity
 from ...change_tracking import has_hooks, replaces_forward
+from ...engine.plain_modules import replacement
 from ...engine.plan import Plan, Step
 from ...errors import OpfuserError
 from ...fusion import Fusion, Match, Refusal, Stage
-from ...integrations.torch_nn import from_torch
+from ...integrations.conversion import from_torch
 from ...op import BasicOperation, FusibleOperation
 from ...op.kinds import is_built_in
 from ...registry import disable, enable, registry
@@ -198,15 +201,34 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[tuple[Refusal, str]]:
     """Puts an operation in the place of a plain module, if there is one."""
-    if isinstance(child, (FusibleOperation, Sequential)) or has_hooks(child):
+    if isinstance(child, (FusibleOperation, Sequential)):
         return
-    operation = from_torch(child)
-    if isinstance(operation, FusibleOperation):
+    bare = _without_hooks(child)
+    if bare._modules or replacement(bare) is None:
+        return
+    with suppress(OpfuserError):
+        (operation,) = from_torch(bare) or [Identity()]
         holder._modules[name] = operation
         holder._touch()
         kind, theirs = type(child).__name__, type(operation).__name__
-        why = Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
-        yield why, "{0} = opfuser.from_torch({0})"
+        convert = "{0} = opfuser.from_torch({0})"
+        if has_hooks(child):
+            why = Refusal("HOOK", f"nn.{kind} carries hooks, where opfuser.{theirs} could stand")
+            yield why, f"remove the hooks of {{0}}, then {convert}"
+        else:
+            why = Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
+            yield why, convert
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """The module, or if it carries hooks a shallow copy without."""
+    if not has_hooks(module):
+        return module
+    bare = copy.copy(module)
+    for name, hooks in vars(module).items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            vars(bare)[name] = type(hooks)()
+    return bare
 
 
 def _freed(module: nn.Module) -> Iterator[tuple[Refusal, str]]:

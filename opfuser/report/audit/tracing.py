@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...applying import is_computed
 from ...applying.deferred import Deferred
-from ...integrations.torch_nn import from_torch
+from ...engine.plain_modules import replacement
 from ...op import FusibleOperation
 from ...sequential import Sequential
 from ..observing import SequenceCall, calls_seen, observed
@@ -272,7 +272,7 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
     """
     if isinstance(module, (Sequential, FusibleOperation)):
         return True
-    if inside and not module._modules and isinstance(from_torch(module), FusibleOperation):
+    if inside and not module._modules and replacement(module) is not None:
         return True
     return is_computed(module)
 
