@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..reading.reads import MISSING, Reads
+from ..reading.reads import CODE, MISSING, SHAPE, Reads
 
 __all__ = ["Checks", "checks_of", "with_exchanged_parameters"]
 
@@ -68,7 +69,8 @@ def with_exchanged_parameters(reads: Reads) -> Reads | None:
         if pairs[id(old)] is not new or type(new) is not type(old) or _facts(new) != _facts(old):
             return None
     containers = [(c, [pairs.get(id(x), x) for x in inside]) for c, inside in reads.containers]
-    made = replace(reads, parameters=(holders, names, now), containers=containers)
+    held = reads.held[0], [pairs.get(id(t), t) for t in reads.held[1]]
+    made = replace(reads, parameters=(holders, names, now), containers=containers, held=held)
     return made if made.current() else None
 
 
@@ -106,9 +108,16 @@ class _Writer:
         for module, kind in zip(reads.modules, reads.types):
             self.conditions.append(f"type({self.name(module)}) is {self.name(kind)}")
         kinds, names, found = map(self.name, reads.kinds)
+        (functions, codes), (classes, lengths) = (
+            map(self.name, columns) for columns in (reads.functions, reads.classes)
+        )
+        parameters, shapes = self.name(reads.parameters[2]), self.name(reads.shapes)
         self.conditions += [
+            f"[*map(shape_of, {parameters})] == {shapes}",
             f"not any({self.name(reads.hooks)})",
             f"[*map(getattr, {kinds}, {names}, repeat(MISSING))] == {found}",
+            f"[*map(len, {classes})] == {lengths}",
+            f"all(map(is_, map(code_of, {functions}), {codes}))",
         ]
 
     def function(self) -> Callable[[], bool]:
@@ -124,7 +133,8 @@ class _Writer:
             )
         )
         if text not in _compiled:
-            space: dict[str, Any] = {"MISSING": MISSING, "repeat": repeat}
+            space: dict[str, Any] = {"MISSING": MISSING, "repeat": repeat, "is_": is_}
+            space |= {"shape_of": SHAPE, "code_of": CODE}
             # Texts of this module, and names of attributes as literals.
             exec(text, space)
             _compiled[text] = space["make"]

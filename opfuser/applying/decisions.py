@@ -33,7 +33,7 @@ from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
 from ..reading.tracer import Trace, trace
-from .checks import Checks, checks_of, with_exchanged_parameters
+from .checks import checks_of, with_exchanged_parameters
 from .descriptions import operations_in
 from .memo import Memo
 
@@ -102,7 +102,9 @@ class Decision:
         reads = with_exchanged_parameters(self.reads)
         if reads is None:
             return False
-        self.reads, (self.check, self.granted) = reads, checks_of(reads)
+        before, self.reads, (self.check, self.granted) = self.reads, reads, checks_of(reads)
+        if self.trace is not None and self.trace.reads is before:  # not to hold the old ones
+            self.trace.reads = reads
         if self.built is not None:
             self.built.follow()
         return True
@@ -118,7 +120,6 @@ class _Read:
     """A trace, and what was read of it or why nothing was."""
 
     trace: Trace
-    checks: Checks
     reading: Reading | None = None
     reason: str = ""
     arrange: Callable[[Tensor], Any] | None = None
@@ -195,7 +196,7 @@ class Application:
         for one in self._read_before[type(module)]:
             if one.trace.key.facts == key.facts and one.trace.takes(key, module):
                 reads = sibling_reads(one.trace.reads, module)
-                if reads is not None and one.checks.current():
+                if reads is not None:
                     return self._decision(module, one, reads)
         one = self._read(module, args, kwargs, key)
         return self._decision(module, one, one.trace.reads)
@@ -222,9 +223,10 @@ class Application:
         except KeptError as kept:
             failed.append(kept.reason)
             raise
-        found = _Read(traced, checks_of(traced.reads))
+        found = _Read(traced)
         before = self._read_before[type(module)]
-        before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
+        kept = (one for one in before if one.trace.reads.current_but_parameters())
+        before[:] = [*kept, found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow.result)
             found.reading = read(found.trace.dataflow)
@@ -271,6 +273,8 @@ def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
     map_leaves(lambda t: tensors.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
     if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors):
         raise KeptError("is called without a floating-point tensor of rows")
+    if not all(p.numel() for p in module.parameters()):
+        raise KeptError("has parameters without entries, which hooks of its children may fetch")
     count = sum(1 for _ in module.modules())
     if count > _MODULES_AT_MOST:
         raise KeptError(f"holds {count - 1} modules, which are read by themselves")

@@ -12,7 +12,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .reads import GLOBAL_HOOKS, HOOKS, MISSING, Reads, Row, contents, is_scalar, unchanged
+from .reads import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    MISSING,
+    Reads,
+    Row,
+    contents,
+    held_tensors,
+    is_scalar,
+    unchanged,
+)
 
 __all__ = ["Observed", "attributes_of"]
 
@@ -168,8 +178,13 @@ class Observed:
             self.row(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
         for module in self.modules.values():
             self.kind(type(module), "forward")
+            self.kind(type(module), "__call__")
         reads.modules = list(self.modules.values())
         reads.types = list(map(type, reads.modules))
+        reads.held = held_tensors(self.root)
+        for kind in dict.fromkeys(reads.types):
+            reads.classes[0].append(vars(kind))
+            reads.classes[1].append(len(vars(kind)))
         own = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
         reads.hooks = [*GLOBAL_HOOKS, *own]
         reads.counts = list(map(len, reads.hooks))
@@ -184,6 +199,12 @@ class Observed:
             reads.cells[0].append(cell)
             reads.cells[1].append(value)
         reads.containers = list(self._containers.values())
+        inside = [part for _, parts in reads.containers for part in parts]
+        found = (*reads.objects[2], *reads.kinds[2], *reads.cells[1], *inside)
+        for function in {id(f): f for f in map(_function_of, found)}.values():
+            if isinstance(function, types.FunctionType):
+                reads.functions[0].append(function)
+                reads.functions[1].append(function.__code__)
         return reads
 
 
@@ -191,6 +212,12 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts that hold a module's attributes."""
     own = object.__getattribute__(module, "__dict__")
     return [own, own["_parameters"], own["_buffers"], own["_modules"]]
+
+
+def _function_of(value: Any) -> Any:
+    """The function that is called by a method or property, or the value itself."""
+    value = value.fget if isinstance(value, property) else value
+    return value.__func__ if isinstance(value, types.MethodType) else value
 
 
 def _described(holder: Any) -> str:

@@ -33,6 +33,7 @@ _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 )
+_WRAPPERS = "nn.parallel.", "distributed.fsdp."
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -222,6 +223,8 @@ class Recording:
         top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
             self.keep(f"communicates by {code.co_name}")
+        if top == "torch" and rest.startswith(_WRAPPERS):
+            self.keep(f"runs torch.{rest}, which coordinates devices")
         if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
             return
         self._note_code(code, around)

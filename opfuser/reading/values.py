@@ -126,6 +126,8 @@ def computed(v: Value, verb: str = "computes") -> str:
     """The reason that a value's operation is not explained."""
     if v.node is None:
         return f"reads {v.origin} {v.name}" if v.origin != "input" else f"reads its input {v.name}"
+    if v.node.op == "call_module":
+        return f"calls '{v.node.place}', which has hooks"
     return located(v.node.effect or f"{verb} {v.node.op}", v.node)
 
 
