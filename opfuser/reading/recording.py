@@ -6,6 +6,7 @@ import dis
 import importlib
 import inspect
 import logging
+import os
 import sys
 import threading
 import types
@@ -34,6 +35,13 @@ _COLLECTIVES = frozenset(
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 )
 _WRAPPERS = "nn.parallel.", "distributed.fsdp."
+# What is set for a whole process, and no part of the key of a call.
+_SETTINGS = frozenset(
+    function
+    for name, function in vars(torch._C).items()
+    if name == "is_inference_mode_enabled"
+    or (name.startswith("_get_") and name.endswith(("algorithms", "enabled", "tf32", "precision")))
+)
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -81,6 +89,7 @@ class Recording:
             (checkpoint, self._effect("is checkpointed")),
             (torch.autograd.graph.saved_tensors_hooks.__init__, self._effect("has saved hooks")),
             (nn.Module.__init__, self._creation),
+            (type(os.environ).__getitem__, self._environment),
         ]
         if registry is not None:
             watched.append((registry.__getitem__, self._registry_entry))
@@ -208,6 +217,8 @@ class Recording:
         if event != "call":  # most events, so that this comes first
             if event == "return":
                 self._returns(frame)
+            elif event == "c_call" and argument in _SETTINGS:
+                self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
             return
         code, around = frame.f_code, frame.f_globals
         if self._importing is None and code is _IMPORT:
@@ -275,6 +286,12 @@ class Recording:
     def _creation(self, frame: types.FrameType) -> None:
         made = frame.f_locals["self"]
         self._created[id(made)] = made
+
+    def _environment(self, frame: types.FrameType) -> None:
+        """Notes a variable of the environment."""
+        own = frame.f_locals["self"]
+        name = own.encodekey(frame.f_locals["key"])
+        self.observed.row(own._data, name, own._data.get(name, MISSING))
 
     def _registry_entry(self, frame: types.FrameType) -> None:
         """Notes an entry of a registry of transformers, in its own mapping and its class's."""
