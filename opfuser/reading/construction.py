@@ -16,8 +16,10 @@ from ..linear import Linear
 from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
+from .call_key import is_dtensor, is_plain
 from .kept import KeptError
-from .plain_modules import ColumnScale, LayerCache, Reorder, Transpose
+from .plain_modules import Child, ColumnScale, LayerCache, Reorder, Transpose
+from .reads import is_hooked
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -151,7 +153,11 @@ class Built:
         return [made]
 
     def called(self, op: read.Called) -> list[nn.Module]:
-        return [self._module.get_submodule(op.path)]
+        child = self._module.get_submodule(op.path)
+        plain = all(is_plain(p) or is_dtensor(p) for p in child.parameters())
+        if plain and not is_hooked(child) and not isinstance(child, nn.Linear):
+            return [child]
+        return [Child(child, op.out_features)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
         named = {f"projection{n}": p for n, p in enumerate(op.projections)}

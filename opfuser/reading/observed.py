@@ -20,6 +20,7 @@ from .reads import (
     Row,
     contents,
     held_tensors,
+    is_of_python,
     is_scalar,
     unchanged,
 )
@@ -59,11 +60,13 @@ class Observed:
         self.modules: dict[int, nn.Module] = {id(root): root}
         self.called: dict[int, nn.Module] = {}
         self.tensors: set[int] = set()
+        self.executed: set[int] = set()  # code that is neither torch's nor Python's
         self.free: set[tuple[int, str]] = set()  # rows in which siblings may differ
         self._opaque = (*_OPAQUE, *opaque)
         self._rows: dict[tuple[int, str], Row] = {}
         self._kinds: dict[tuple[type, str], Any] = {}
         self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        self._functions: dict[int, types.FunctionType] = {}
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
         self._held: dict[int, tuple[Any, Any]] = {}
         self._caches: dict[int, tuple[Any, int]] = {}
@@ -78,12 +81,13 @@ class Observed:
             self.tensors.add(id(value))
 
     def kind(self, kind: type, name: str) -> None:
-        """Notes that an attribute of a type was read."""
-        if (kind, name) not in self._kinds:
-            value = getattr(kind, name, MISSING)
-            self._kinds[kind, name] = value
-            if not isinstance(value, (types.FunctionType, property, types.MethodType)):
-                self.look_into(name, value)
+        """Notes that an attribute of a type was read; of methods, what ``super()`` may find."""
+        bases = [b for b in kind.__mro__[1:] if isinstance(vars(b).get(name), types.FunctionType)]
+        for base in (kind, *(b for b in bases if not is_of_python(b.__module__))):
+            if (base, name) not in self._kinds:
+                value = getattr(base, name, MISSING)
+                self._kinds[base, name] = value
+                self.look_into(name, value.fget if isinstance(value, property) else value)
 
     def attribute(self, holder: Any, own: dict[str, Any], name: str, value: Any) -> None:
         """Notes that an attribute was read, in the holder's ``own`` dict or on its type."""
@@ -111,8 +115,7 @@ class Observed:
     def _parts(self, name: str, value: Any, depth: int) -> list[Any]:
         """What there is to look into inside a value, whose own contents are noted."""
         if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._cell(name, cell, depth)
+            self._functions[id(value)] = value
             return []
         if isinstance(value, types.MethodType):
             return [value.__self__, value.__func__]
@@ -127,6 +130,25 @@ class Observed:
             return self.container(value)
         self.note_effect(f"reads '{name}', a {type(value).__name__}")
         return []
+
+    def _executed_functions(self) -> list[types.FunctionType]:
+        """The functions that were found and executed, whose variables and defaults are noted."""
+        done: dict[int, types.FunctionType] = {}
+        while new := {i: f for i, f in self._functions.items() if self._is_new(f, done)}:
+            done |= new
+            for function in new.values():
+                name = function.__name__
+                for cell in function.__closure__ or ():
+                    self._cell(name, cell, 0)
+                self.look_into(name, (function.__defaults__, function.__kwdefaults__))
+                for attribute, part in vars(function).items():
+                    if not attribute.startswith("__"):
+                        self.row(vars(function), attribute, part)
+                        self.look_into(attribute, part)
+        return list(done.values())
+
+    def _is_new(self, function: types.FunctionType, done: dict[int, types.FunctionType]) -> bool:
+        return id(function) not in done and id(function.__code__) in self.executed
 
     def _cell(self, name: str, cell: types.CellType, depth: int) -> None:
         try:
@@ -173,12 +195,18 @@ class Observed:
     def reads(self) -> Reads:
         """What was read, after the trace."""
         reads = Reads(self.root, free=frozenset(self.free))
+        children = (v for _, _, v in self._rows.values() if isinstance(v, nn.Module))
+        self.modules.update((id(child), child) for child in children)
         for module in self.called.values():
             self.modules[id(module)] = module
-            self.row(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
+            forward = module.__dict__.get("forward", MISSING)
+            self.row(module.__dict__, "forward", forward)
+            self.look_into("forward", forward)
         for module in self.modules.values():
             self.kind(type(module), "forward")
-            self.kind(type(module), "__call__")
+            if type(module).__call__ is not nn.Module.__call__:
+                self.kind(type(module), "__call__")
+        functions = self._executed_functions()
         reads.modules = list(self.modules.values())
         reads.types = list(map(type, reads.modules))
         reads.held = held_tensors(self.root)
@@ -199,12 +227,9 @@ class Observed:
             reads.cells[0].append(cell)
             reads.cells[1].append(value)
         reads.containers = list(self._containers.values())
-        inside = [part for _, parts in reads.containers for part in parts]
-        found = (*reads.objects[2], *reads.kinds[2], *reads.cells[1], *inside)
-        for function in {id(f): f for f in map(_function_of, found)}.values():
-            if isinstance(function, types.FunctionType):
-                reads.functions[0].append(function)
-                reads.functions[1].append(function.__code__)
+        reads.functions = functions, [f.__code__ for f in functions]
+        having = [f for f in functions if f.__defaults__]
+        reads.defaults = having, [f.__defaults__ for f in having]
         return reads
 
 
@@ -212,12 +237,6 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts that hold a module's attributes."""
     own = object.__getattribute__(module, "__dict__")
     return [own, own["_parameters"], own["_buffers"], own["_modules"]]
-
-
-def _function_of(value: Any) -> Any:
-    """The function that is called by a method or property, or the value itself."""
-    value = value.fget if isinstance(value, property) else value
-    return value.__func__ if isinstance(value, types.MethodType) else value
 
 
 def _described(holder: Any) -> str:

@@ -7,7 +7,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ColumnScale", "LayerCache", "Reorder", "Transpose"]
+from ..errors import NotSupportedError, explain
+
+__all__ = ["Child", "ColumnScale", "LayerCache", "Reorder", "Transpose"]
+
+
+class Child(nn.Module):
+    """A child that is called as it is, by hooks and subclasses of tensors too, which may return
+    something else than its forward has in the trace.
+
+    Raises:
+        NotSupportedError: it does.
+    """
+
+    def __init__(self, child: nn.Module, features: int) -> None:
+        super().__init__()
+        self.child, self.features = child, features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the child returns."""
+        y = self.child(x)
+        if type(y) is not Tensor or y.shape != (*x.shape[:-1], self.features):
+            got = f"{type(y).__name__} of {tuple(y.shape)}" if isinstance(y, Tensor) else type(y)
+            raise NotSupportedError(
+                explain(
+                    "A child with hooks or tensors of its own returns what its forward would",
+                    where=f"a {type(self.child).__name__}, in a model after opfuser.apply",
+                    received=f"{got} for an input of {tuple(x.shape)}",
+                    remedy="Apply after hooks are registered, or call opfuser.revert(model)",
+                )
+            )
+        return y
 
 
 class LayerCache(NamedTuple):

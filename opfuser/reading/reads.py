@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
-from types import CellType, CodeType, FunctionType, MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_file
 
 __all__ = [
+    "CELL",
     "CODE",
+    "DEFAULTS",
     "GLOBAL_HOOKS",
     "HOOKS",
     "MISSING",
@@ -23,6 +26,7 @@ __all__ = [
     "contents",
     "held_tensors",
     "is_hooked",
+    "is_of_python",
     "is_scalar",
     "unchanged",
 ]
@@ -41,8 +45,9 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torc
 _DTYPE: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 SHAPE: Callable[[Tensor], torch.Size] = Tensor.shape.__get__  # type: ignore[attr-defined]
 _VERSION: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-_CELL: Callable[[CellType], Any] = CellType.cell_contents.__get__
-CODE: Callable[[FunctionType], CodeType] = FunctionType.__code__.__get__  # type: ignore[attr-defined]
+CELL: Callable[[CellType], Any] = CellType.cell_contents.__get__
+CODE: Callable[[FunctionType], Any] = FunctionType.__code__.__get__  # type: ignore[attr-defined]
+DEFAULTS: Callable[[FunctionType], Any] = FunctionType.__defaults__.__get__  # type: ignore[attr-defined]
 
 # A dict, a key of it, and what was there.
 Row = tuple[dict[str, Any], str, Any]
@@ -51,6 +56,12 @@ Row = tuple[dict[str, Any], str, Any]
 def is_scalar(value: Any) -> bool:
     """Whether a value is compared by equality; all others are compared by identity."""
     return isinstance(value, _SCALARS)
+
+
+def is_of_python(name: str) -> bool:
+    """Whether a module is of Python's library or of torch."""
+    top = name.partition(".")[0]
+    return top == "torch" or top in sys.stdlib_module_names
 
 
 def is_hooked(module: nn.Module, ignored: Callable[[Any], bool] = lambda hook: False) -> bool:
@@ -112,7 +123,8 @@ class Reads:
         held: facts of all parameters and buffers that the module held, and these.
         kinds: types, names and values of attributes that were found on types.
         classes: the dicts of the types of ``modules``, and their lengths.
-        functions: that were found, and their code, which a notebook may exchange.
+        functions: that were executed, and their code, which a notebook may exchange.
+        defaults: those of them that have defaults, and these.
         cells: cells of functions that were called or read, and their contents.
         containers: containers and objects whose contents were read, and the contents.
         pinned: tensors whose values were read, and the versions of these.
@@ -141,7 +153,8 @@ class Reads:
     classes: tuple[list[MappingProxyType[str, Any]], list[int]] = field(
         default_factory=lambda: ([], [])
     )
-    functions: tuple[list[FunctionType], list[CodeType]] = field(default_factory=lambda: ([], []))
+    functions: tuple[list[FunctionType], list[Any]] = field(default_factory=lambda: ([], []))
+    defaults: tuple[list[FunctionType], list[Any]] = field(default_factory=lambda: ([], []))
     cells: tuple[list[CellType], list[Any]] = field(default_factory=lambda: ([], []))
     containers: list[tuple[Any, list[Any]]] = field(default_factory=list)
     pinned: tuple[list[Tensor], list[int]] = field(default_factory=lambda: ([], []))
@@ -190,8 +203,9 @@ class Reads:
                 and (not (any(self.hooks) or self.hooked) or [*map(len, self.hooks)] == self.counts)
                 and [*map(getattr, kinds[0], kinds[1], absent)] == kinds[2]
                 and [*map(len, self.classes[0])] == self.classes[1]
-                and all(map(is_, map(CODE, functions[0]), functions[1]))
-                and (not cells[0] or all(map(is_, map(_CELL, cells[0]), cells[1])))
+                and [*map(CODE, functions[0])] == functions[1]
+                and [*map(DEFAULTS, self.defaults[0])] == self.defaults[1]
+                and (not cells[0] or all(map(is_, map(CELL, cells[0]), cells[1])))
                 and all(unchanged(contents(c), before) for c, before in self.containers)
                 and (not pinned[0] or [*map(_VERSION, pinned[0])] == pinned[1])
             )

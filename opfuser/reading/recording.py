@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from .observed import Observed, attributes_of
 from .random_states import random_states
-from .reads import MISSING
+from .reads import MISSING, is_of_python
 from .stand_ins import LayerIndex
 
 __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
 _STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
-_OWN = __name__.rpartition(".")[0]
+_OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
@@ -236,12 +236,13 @@ class Recording:
             self.keep(f"communicates by {code.co_name}")
         if top == "torch" and rest.startswith(_WRAPPERS):
             self.keep(f"runs torch.{rest}, which coordinates devices")
-        if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
+        if is_of_python(file) or file.startswith(_OWN):
             return
         self._note_code(code, around)
 
     def _note_code(self, code: types.CodeType, around: dict[str, Any]) -> None:
         """Notes what code that is executed for the first time reads and writes."""
+        self.observed.executed.add(id(code))
         if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
         if code.co_freevars and _writes_to_closure(code):
@@ -250,7 +251,7 @@ class Recording:
             self.note_loop()
         for name in code.co_names:
             if name in around:
-                self._global(around, name, code.co_names)
+                self._named(around, name, code.co_names)
             elif stores:
                 self.observed.row(around, name, MISSING)
 
@@ -261,18 +262,24 @@ class Recording:
             self._function = None
             torch._C._set_grad_enabled(True)
 
-    def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
-        value = around[name]
+    def _named(self, holder: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
+        """Notes what a name stands for, and in modules and classes what other names may."""
+        value = holder[name]
         if isinstance(value, types.ModuleType):
-            top = value.__name__.partition(".")[0]
-            if top != "torch" and top not in sys.stdlib_module_names:
-                for attribute in names:
-                    if isinstance(entry := vars(value).get(attribute), types.FunctionType):
-                        self.observed.row(vars(value), attribute, entry)
-        elif not isinstance(value, (type, logging.Logger)):
-            self.observed.row(around, name, value)
-            if not isinstance(value, types.FunctionType):
-                self.observed.look_into(name, value)
+            if not is_of_python(value.__name__):
+                for attribute in vars(value).keys() & set(names):
+                    self._named(vars(value), attribute, names)
+            return
+        if isinstance(value, logging.Logger):
+            return
+        if isinstance(value, type):
+            if is_of_python(value.__module__):
+                return
+            for attribute in names:
+                if hasattr(value, attribute) and not attribute.startswith("__"):
+                    self.observed.kind(value, attribute)
+        self.observed.row(holder, name, value)
+        self.observed.look_into(name, value)
 
     def _autograd_function(self, frame: types.FrameType) -> None:
         self.note_effect(f"has an autograd function, {frame.f_locals['cls'].__name__}")

@@ -50,7 +50,7 @@ def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
 def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) -> Reads | None:
     made = Reads(module, types=reads.types, counts=reads.counts, hooked=reads.hooked)
     made.kinds, made.cells, made.free = reads.kinds, reads.cells, reads.free
-    made.classes, made.functions = reads.classes, reads.functions
+    made.classes, made.functions, made.defaults = reads.classes, reads.functions, reads.defaults
     made.modules = [translation.get(id(m), m) for m in reads.modules]
     made.hooks = [translation.get(id(hooks), hooks) for hooks in reads.hooks]
     looked_into = {id(holder) for holder, _ in reads.containers}
