@@ -64,7 +64,8 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
             return None
         made.add_row(other_holder, name, other)
     # What both read, such as a variable of a function, is to be nothing of one of them.
-    if not all(_match(value, value, translation, looked_into) for value in _common(reads)):
+    common = *reads.kinds[2], *reads.cells[1], *reads.defaults[1]
+    if not all(_match(value, value, translation, looked_into) for value in common):
         return None
     for holder, inside in reads.containers:
         other = translation.get(id(holder), holder)
@@ -78,10 +79,6 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
             return None
         made.pin(other)
     return made if made.current() and reads.current_but_parameters() else None
-
-
-def _common(reads: Reads) -> list[Any]:
-    return [*reads.kinds[2], *reads.cells[1]]
 
 
 def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set[int]) -> bool:
