@@ -138,7 +138,8 @@ class _Writer:
                 "    def check():",
                 "        try:",
                 f"            return {' and '.join(self.conditions) or 'True'}",
-                "        except (AttributeError, KeyError, RuntimeError, ValueError):  # such as of arrays",
+                # What is not there, and values such as arrays that cannot be compared.
+                "        except (AttributeError, KeyError, RuntimeError, ValueError):",
                 "            return False",
                 "    return check",
             )

@@ -13,11 +13,12 @@ __all__ = ["Child", "ColumnScale", "LayerCache", "Reorder", "Transpose"]
 
 
 class Child(nn.Module):
-    """A child that is called as it is, by hooks and subclasses of tensors too, which may return
-    something else than its forward has in the trace.
+    """A child that is called as it is, and returns a tensor of rows as its forward has in the trace.
+
+    Hooks, and subclasses of tensors, may make something else of that.
 
     Raises:
-        NotSupportedError: it does.
+        NotSupportedError: they do.
     """
 
     def __init__(self, child: nn.Module, features: int) -> None:

@@ -48,7 +48,9 @@ class Odd(Tensor):
     """Doubles what linear functions return."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = super().__torch_function__(function, kinds, args, kwargs or {})
         return out * 2 if function is functional.linear else out
 
@@ -87,11 +89,6 @@ def norm(model: Any) -> Any:
 @change
 def eps_as_tensor(model: Any) -> None:
     norm(model).variance_epsilon = torch.tensor(0.3, dtype=torch.float64)
-
-
-@change
-def scaling(model: Any) -> None:
-    mid(model).self_attn.scaling = 0.9
 
 
 @change

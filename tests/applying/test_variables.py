@@ -1,4 +1,4 @@
-"""Variables that a forward reads outside of its module: those that change, and those of a sibling."""
+"""Variables that a forward reads outside of its module: of a sibling, and those that change."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def step(layers: Any) -> list[Tensor]:
     for layer in layers:
         x = layer(x)
     (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum().backward()
-    return [x.detach(), *(torch.zeros(()) if p.grad is None else p.grad for p in layers.parameters())]
+    return [
+        x.detach(),
+        *(torch.zeros(()) if p.grad is None else p.grad for p in layers.parameters()),
+    ]
 
 
 # What siblings share is of the first of them
@@ -153,7 +156,10 @@ def variable() -> tuple[Callable[[Tensor], Tensor], Change]:
     scale = 1.0
 
     def outer(h: Tensor) -> Tensor:
-        return (lambda h: torch.relu(h) * scale)(h)
+        def inner() -> Tensor:
+            return torch.relu(h) * scale
+
+        return inner()
 
     def change(patch: Any) -> None:
         nonlocal scale
@@ -247,7 +253,9 @@ def test_what_a_forward_asks_of_the_process(asks: Any, mode: Any) -> None:
 
 
 class Doubling(TorchFunctionMode):
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         y = function(*args, **(kwargs or {}))
         return y * 2 if function is functional.linear else y
 
@@ -268,7 +276,9 @@ def test_wrappers_of_devices_are_not_traced() -> None:
     opfuser.apply(model)
     torch.testing.assert_close(model(X), plain(X))
     kept = {entry.path: entry.reason for entry in report(model).kept}
-    assert kept[""] == kept["0"] == "runs torch.nn.parallel.data_parallel, which coordinates devices"
+    assert (
+        kept[""] == kept["0"] == "runs torch.nn.parallel.data_parallel, which coordinates devices"
+    )
     assert paths(report(model)) == ["0.module"]
 
 

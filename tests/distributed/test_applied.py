@@ -1,4 +1,4 @@
-"""Models to which ``opfuser.apply`` was applied, sharded and wrapped, on two ranks against plain."""
+"""Models that are sharded or wrapped, with ``opfuser.apply`` and without, on two ranks."""
 
 from __future__ import annotations
 
