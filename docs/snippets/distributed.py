@@ -50,4 +50,21 @@ options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 set_model_state_dict(model, full if rank == 0 else {}, options=options)
 # --8<-- [end:meta]
 assert all(torch.equal(p.full_tensor(), wanted[name]) for name, p in model.named_parameters())
+
+# --8<-- [start:apply]
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import opfuser
+
+block = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True)
+encoder = nn.TransformerEncoder(block, num_layers=2, enable_nested_tensor=False)
+for layer in encoder.layers:
+    fully_shard(layer, mesh=mesh)
+opfuser.apply(fully_shard(encoder, mesh=mesh))
+encoder(torch.randn(2, 32, 64)).square().mean().backward()
+# --8<-- [end:apply]
+from opfuser.applying import report
+
+assert [entry.path for entry in report(encoder).computed] == ["layers.0", "layers.1"]
 dist.destroy_process_group()

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import repeat
+from operator import is_
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..reading.reads import MISSING, Reads
+from ..reading.reads import CELL, CODE, DEFAULTS, MISSING, SHAPE, Reads
 
 __all__ = ["Checks", "checks_of", "with_exchanged_parameters"]
 
@@ -48,7 +49,7 @@ def checks_of(reads: Reads) -> Checks:
         if not parameter.requires_grad:
             writer.conditions.append(f"{writer.name(parameter)}.requires_grad is False")
     granted = writer.function()
-    if reads.containers or reads.pinned[0] or reads.cells[0] or reads.hooked:
+    if reads.containers or reads.pinned[0] or reads.hooked:
         writer.conditions.append(f"{writer.name(reads.current)}()")
     else:
         writer.columns(reads)
@@ -68,7 +69,8 @@ def with_exchanged_parameters(reads: Reads) -> Reads | None:
         if pairs[id(old)] is not new or type(new) is not type(old) or _facts(new) != _facts(old):
             return None
     containers = [(c, [pairs.get(id(x), x) for x in inside]) for c, inside in reads.containers]
-    made = replace(reads, parameters=(holders, names, now), containers=containers)
+    held = reads.held[0], [pairs.get(id(t), t) for t in reads.held[1]]
+    made = replace(reads, parameters=(holders, names, now), containers=containers, held=held)
     return made if made.current() else None
 
 
@@ -97,6 +99,13 @@ class _Writer:
             same = "==" if type(value) in (int, float, complex, str, bytes) else "is"
             self.conditions.append(f"{self.name(holder)}[{name!r}] {same} {self.name(value)}")
 
+    def kind(self, kind: type, name: str, value: Any) -> None:
+        found = f"{self.name(kind)}.{name}"
+        if value is MISSING or not name.isidentifier():
+            found = f"getattr({self.name(kind)}, {name!r}, MISSING)"
+        same = "is" if isinstance(value, FunctionType | property) or value is MISSING else "=="
+        self.conditions.append(f"{found} {same} {self.name(value)}")
+
     def columns(self, reads: Reads) -> None:
         """Writes what :meth:`Reads.current` compares."""
         for row in reads.rows():
@@ -105,11 +114,22 @@ class _Writer:
             self.conditions.append(f"{self.name(parameter)}.dtype is {self.name(dtype)}")
         for module, kind in zip(reads.modules, reads.types):
             self.conditions.append(f"type({self.name(module)}) is {self.name(kind)}")
-        kinds, names, found = map(self.name, reads.kinds)
+        for kind, name, value in zip(*reads.kinds):
+            self.kind(kind, name, value)
+        parameters, shapes = self.name(reads.parameters[2]), self.name(reads.shapes)
+        (functions, codes), (with_defaults, defaults), (classes, lengths) = (
+            map(self.name, columns) for columns in (reads.functions, reads.defaults, reads.classes)
+        )
         self.conditions += [
+            f"[*map(shape_of, {parameters})] == {shapes}",
             f"not any({self.name(reads.hooks)})",
-            f"[*map(getattr, {kinds}, {names}, repeat(MISSING))] == {found}",
+            f"[*map(len, {classes})] == {lengths}",
+            f"[*map(code_of, {functions})] == {codes}",
+            f"[*map(defaults_of, {with_defaults})] == {defaults}",
         ]
+        if reads.cells[0]:
+            cells, inside = map(self.name, reads.cells)
+            self.conditions.append(f"all(map(is_, map(inside_of, {cells}), {inside}))")
 
     def function(self) -> Callable[[], bool]:
         text = "\n".join(
@@ -118,13 +138,15 @@ class _Writer:
                 "    def check():",
                 "        try:",
                 f"            return {' and '.join(self.conditions) or 'True'}",
-                "        except (KeyError, RuntimeError, ValueError):  # such as of arrays",
+                # What is not there, and values such as arrays that cannot be compared.
+                "        except (AttributeError, KeyError, RuntimeError, ValueError):",
                 "            return False",
                 "    return check",
             )
         )
         if text not in _compiled:
-            space: dict[str, Any] = {"MISSING": MISSING, "repeat": repeat}
+            space: dict[str, Any] = {"MISSING": MISSING, "is_": is_, "shape_of": SHAPE}
+            space |= {"code_of": CODE, "defaults_of": DEFAULTS, "inside_of": CELL}
             # Texts of this module, and names of attributes as literals.
             exec(text, space)
             _compiled[text] = space["make"]

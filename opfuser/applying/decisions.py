@@ -40,7 +40,7 @@ from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
 from ..reading.small_calls import small_call
 from ..reading.tracer import Trace, device_of, trace
-from .checks import Checks, checks_of, with_exchanged_parameters
+from .checks import checks_of, with_exchanged_parameters
 from .deferred import Head
 from .descriptions import operations_in
 from .memo import Memo
@@ -119,7 +119,9 @@ class Decision:
         reads = with_exchanged_parameters(self.reads)
         if reads is None:
             return False
-        self.reads, (self.check, self.granted) = reads, checks_of(reads)
+        before, self.reads, (self.check, self.granted) = self.reads, reads, checks_of(reads)
+        if self.trace is not None and self.trace.reads is before:  # not to hold the old ones
+            self.trace.reads = reads
         for built in (self.built, self.head):
             if built is not None:
                 built.follow()
@@ -139,7 +141,6 @@ class _Read:
     """
 
     trace: Trace
-    checks: Checks
     reading: Reading | None = None
     reason: str = ""
     arrange: Callable[[Tensor, Sequence[Tensor]], Any] | None = None
@@ -218,7 +219,7 @@ class Application:
         for one in self._read_before[type(module)]:
             if one.trace.key.facts == key.facts and one.trace.takes(key, module):
                 reads = sibling_reads(one.trace.reads, module)
-                if reads is not None and one.checks.current():
+                if reads is not None:
                     return self._decision(module, one, reads)
         one = self._read(module, args, kwargs, key)
         return self._decision(module, one, one.trace.reads)
@@ -256,9 +257,10 @@ class Application:
         if any(node.effect == FILLS_A_CACHE for node in traced.dataflow.nodes):
             failed.append(FILLS_A_CACHE)  # as others do not, once their own forward was called
             raise NotNowError(FILLS_A_CACHE)
-        found = _Read(traced, checks_of(traced.reads))
+        found = _Read(traced)
         before = self._read_before[type(module)]
-        before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
+        kept = (one for one in before if one.trace.reads.current_but_parameters())
+        before[:] = [*kept, found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow)
             autocast = autocast_dtype(device_of(module, args, kwargs))
@@ -332,6 +334,8 @@ def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
     map_leaves(lambda t: tensors.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
     if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors):
         raise KeptError("is called without a floating-point tensor of rows")
+    if not all(p.numel() for p in module.parameters()):
+        raise KeptError("has parameters without entries, which hooks of its children may fetch")
     count = sum(1 for _ in module.modules())
     if count > _MODULES_AT_MOST:
         raise KeptError(f"holds {count - 1} modules, which are read by themselves")

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.utils._device import DeviceContext
 
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError
@@ -293,6 +294,9 @@ def _reason_outside() -> str:
         return "torch.func transforms it"
     if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"
+    for number in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(number)) is not DeviceContext:
+            return "a TorchFunctionMode is on"
     if forward_ad._current_level >= 0:
         return "forward-mode derivatives are computed"
     if torch._C._get_tracing_state() is not None:

@@ -16,11 +16,17 @@ from ..op import BasicOperation, FusibleOperation
 __all__ = ["OfProjections", "Projection", "refusal"]
 
 
+# What others may put into its place computes something else.
+_FORWARD = nn.Linear.forward
+
+
 class Projection(Tracked, nn.Linear):
     """A ``torch.nn.Linear`` that counts its changes, so that calls need not look for them.
 
     The weight starts as in ``torch.nn.Linear``, the bias at zero.
     """
+
+    forward = _FORWARD
 
     def reset_parameters(self) -> None:
         """Initialises the parameters again."""
@@ -74,10 +80,10 @@ def refusal(module: nn.Module, *, has_bias: bool) -> str:
     kind = type(module)
     if not isinstance(module, nn.Linear):
         return f"is a {kind.__module__}.{kind.__qualname__}"
-    own = kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__
+    own = kind.forward is not _FORWARD or kind.__call__ is not nn.Module.__call__
     given = module.__dict__.get("forward")
     # Who takes a forward back, as accelerate does, may leave that of the class.
-    if own or (given is not None and getattr(given, "__func__", None) is not nn.Linear.forward):
+    if own or (given is not None and getattr(given, "__func__", None) is not _FORWARD):
         return "has a forward of its own"
     if has_hooks(module):
         return "carries hooks"

@@ -17,9 +17,11 @@ from ..linear import Linear
 from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
+from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import ColumnScale, Item, Multiply, Reorder, Routed, RowScale, Transpose
+from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, RowScale, Transpose
+from .reads import is_hooked
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 
@@ -214,7 +216,10 @@ class Built:
 
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
-        return [child if op.item is None else Item(child, op.item)]
+        plain = all(is_plain(p) or is_dtensor(p) for p in child.parameters())
+        if op.item is None and plain and not is_hooked(child) and not isinstance(child, nn.Linear):
+            return [child]
+        return [Child(child, op.out_features, op.item)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
         if _has_adapters(op.projections):
@@ -281,7 +286,7 @@ class Built:
                 down.set_extra_input_channel(1, weights)
         activation = self._modules(op.activation) if scaled is None else [scaled]
         rows = Sequential(permute, up, *activation, down, unpermute)
-        (router,) = self.called(op.router)
+        router = self._module.get_submodule(op.router.path)
         return [Routed(router, rows, op.weights, op.indices, op.flat)]
 
     def experts_linear(self, op: read.ExpertsLinear, scale: bool = False) -> basic.GroupedLinear:

@@ -12,7 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .reads import GLOBAL_HOOKS, HOOKS, MISSING, Reads, Row, contents, is_scalar, unchanged
+from .reads import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    MISSING,
+    Reads,
+    Row,
+    contents,
+    held_tensors,
+    is_of_python,
+    is_scalar,
+    unchanged,
+)
 
 __all__ = ["FILLS_A_CACHE", "Observed", "attributes_of"]
 
@@ -52,11 +63,13 @@ class Observed:
         self.modules: dict[int, nn.Module] = {id(root): root}
         self.called: dict[int, nn.Module] = {}
         self.tensors: set[int] = set()
+        self.executed: set[int] = set()  # code that is neither torch's nor Python's
         self.free: set[tuple[int, str]] = set()  # rows in which siblings may differ
         self._opaque = (*_OPAQUE, *opaque)
         self._rows: dict[tuple[int, str], Row] = {}
         self._kinds: dict[tuple[type, str], Any] = {}
         self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        self._functions: dict[int, types.FunctionType] = {}
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
         self._held: dict[int, tuple[Any, Any]] = {}
         self._caches: dict[int, tuple[Any, int]] = {}
@@ -73,12 +86,13 @@ class Observed:
             self.tensors.add(id(value))
 
     def kind(self, kind: type, name: str) -> None:
-        """Notes that an attribute of a type was read."""
-        if (kind, name) not in self._kinds:
-            value = getattr(kind, name, MISSING)
-            self._kinds[kind, name] = value
-            if not isinstance(value, (types.FunctionType, property, types.MethodType)):
-                self.look_into(name, value)
+        """Notes that an attribute of a type was read; of methods, what ``super()`` may find."""
+        bases = [b for b in kind.__mro__[1:] if isinstance(vars(b).get(name), types.FunctionType)]
+        for base in (kind, *(b for b in bases if not is_of_python(b.__module__))):
+            if (base, name) not in self._kinds:
+                value = getattr(base, name, MISSING)
+                self._kinds[base, name] = value
+                self.look_into(name, value.fget if isinstance(value, property) else value)
 
     def attribute(self, holder: Any, own: dict[str, Any], name: str, value: Any) -> None:
         """Notes that an attribute was read, in the holder's ``own`` dict or on its type."""
@@ -106,8 +120,7 @@ class Observed:
     def _parts(self, name: str, value: Any, depth: int) -> list[Any]:
         """What there is to look into inside a value, whose own contents are noted."""
         if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._cell(name, cell, depth)
+            self._functions[id(value)] = value
             return []
         if isinstance(value, types.MethodType):
             return [value.__self__, value.__func__]
@@ -126,6 +139,25 @@ class Observed:
             return self.container(value)
         self.note_effect(f"reads '{name}', a {type(value).__name__}")
         return []
+
+    def _executed_functions(self) -> list[types.FunctionType]:
+        """The functions that were found and executed, whose variables and defaults are noted."""
+        done: dict[int, types.FunctionType] = {}
+        while new := {i: f for i, f in self._functions.items() if self._is_new(f, done)}:
+            done |= new
+            for function in new.values():
+                name = function.__name__
+                for cell in function.__closure__ or ():
+                    self._cell(name, cell, 0)
+                self.look_into(name, (function.__defaults__, function.__kwdefaults__))
+                for attribute, part in vars(function).items():
+                    if not attribute.startswith("__"):
+                        self.row(vars(function), attribute, part)
+                        self.look_into(attribute, part)
+        return list(done.values())
+
+    def _is_new(self, function: types.FunctionType, done: dict[int, types.FunctionType]) -> bool:
+        return id(function) not in done and id(function.__code__) in self.executed
 
     def _cell(self, name: str, cell: types.CellType, depth: int) -> None:
         try:
@@ -173,13 +205,24 @@ class Observed:
     def reads(self) -> Reads:
         """What was read, after the trace."""
         reads = Reads(self.root, free=frozenset(self.free))
+        children = (v for _, _, v in self._rows.values() if isinstance(v, nn.Module))
+        self.modules.update((id(child), child) for child in children)
         for module in self.called.values():
             self.modules[id(module)] = module
-            self.row(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
+            forward = module.__dict__.get("forward", MISSING)
+            self.row(module.__dict__, "forward", forward)
+            self.look_into("forward", forward)
         for module in self.modules.values():
             self.kind(type(module), "forward")
+            if type(module).__call__ is not nn.Module.__call__:
+                self.kind(type(module), "__call__")
+        functions = self._executed_functions()
         reads.modules = list(self.modules.values())
         reads.types = list(map(type, reads.modules))
+        reads.held = held_tensors(self.root)
+        for kind in dict.fromkeys(reads.types):
+            reads.classes[0].append(vars(kind))
+            reads.classes[1].append(len(vars(kind)))
         own = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
         reads.hooks = [*GLOBAL_HOOKS, *own]
         reads.counts = list(map(len, reads.hooks))
@@ -194,6 +237,9 @@ class Observed:
             reads.cells[0].append(cell)
             reads.cells[1].append(value)
         reads.containers = list(self._containers.values())
+        reads.functions = functions, [f.__code__ for f in functions]
+        having = [f for f in functions if f.__defaults__]
+        reads.defaults = having, [f.__defaults__ for f in having]
         return reads
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from .dataflow import map_leaves
 
-__all__ = ["ColumnScale", "Item", "Multiply", "Reorder", "Routed", "RowScale", "Transpose"]
+__all__ = ["Child", "ColumnScale", "Multiply", "Reorder", "Routed", "RowScale", "Transpose"]
 
 
 class Reorder(nn.Module):
@@ -120,22 +122,40 @@ class Routed(nn.Module):
         return y.view(x.shape)
 
 
-class Item(nn.Module):
-    """One of the tensors that a module returns, which may have lost the shape of the input.
+class Child(nn.Module):
+    """A child that is called as it is, and returns rows as its forward has in the trace.
 
     Args:
-        inner: the module.
-        number: the place of the tensor.
+        child: which.
+        features: the columns of its rows.
+        number: the place of the rows among the tensors that it returns, which may have lost the
+            shape of the input; None if they are all that it returns.
+
+    Raises:
+        NotSupportedError: hooks, or subclasses of tensors, make something else of that.
     """
 
-    def __init__(self, inner: nn.Module, number: int) -> None:
+    def __init__(self, child: nn.Module, features: int, number: int | None = None) -> None:
         super().__init__()
-        self.inner, self.number = inner, number
+        self.child, self.features, self.number = child, features, number
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tensor that it returns there for an input, in rows as those of the input."""
-        y: Tensor = _tensors_in(self.inner(x))[self.number]
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        """What the child returns."""
+        y, shape = self.child(x), (*x.shape[:-1], self.features)
+        if self.number is not None:
+            y = [*_tensors_in(y), *[None] * self.number][self.number]
+            y = y.reshape(shape) if y is not None and y.numel() == math.prod(shape) else y
+        if type(y) is not Tensor or y.shape != shape:
+            got = f"{type(y).__name__} of {tuple(y.shape)}" if isinstance(y, Tensor) else type(y)
+            raise NotSupportedError(
+                explain(
+                    "A child with hooks or tensors of its own returns what its forward would",
+                    where=f"a {type(self.child).__name__}, in a model after opfuser.apply",
+                    received=f"{got} for an input of {tuple(x.shape)}",
+                    remedy="Apply after hooks are registered, or call opfuser.revert(model)",
+                )
+            )
+        return y
 
 
 class RowScale(nn.Module):

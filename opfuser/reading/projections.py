@@ -122,6 +122,8 @@ def _linear_of(values: Values, v: Value) -> LinearFound | None:
 def _linear(values: Values, x: Value, weight: Any, bias: Any) -> LinearFound | None:
     if not _is_matrix(weight):
         return None
+    if values.autocast is None and x.meta.dtype != weight.meta.dtype:  # which torch refuses
+        return None
     out_features, in_features = weight.shape
     found = LinearFound(Linear(weight.name, None, in_features, out_features), x)
     return found if bias is None else _with_bias(values, found, bias)

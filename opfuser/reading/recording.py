@@ -6,6 +6,7 @@ import dis
 import importlib
 import inspect
 import logging
+import os
 import sys
 import threading
 import types
@@ -20,18 +21,26 @@ from torch.utils.checkpoint import checkpoint
 
 from .observed import Observed, attributes_of
 from .random_states import random_states
-from .reads import MISSING, is_scalar
+from .reads import MISSING, is_of_python, is_scalar
 from .stand_ins import LayerIndex
 
 __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
 _STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
-_OWN = __name__.rpartition(".")[0]
+_OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
+)
+_WRAPPERS = "nn.parallel.", "distributed.fsdp."
+# What is set for a whole process, and no part of the key of a call.
+_SETTINGS = frozenset(
+    function
+    for name, function in vars(torch._C).items()
+    if name == "is_inference_mode_enabled"
+    or (name.startswith("_get_") and name.endswith(("algorithms", "enabled", "tf32", "precision")))
 )
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
@@ -80,6 +89,7 @@ class Recording:
             (checkpoint, self._effect("is checkpointed")),
             (torch.autograd.graph.saved_tensors_hooks.__init__, self._effect("has saved hooks")),
             (nn.Module.__init__, self._creation),
+            (type(os.environ).__getitem__, self._environment),
         ]
         if registry is not None:
             watched.append((registry.__getitem__, self._registry_entry))
@@ -207,6 +217,8 @@ class Recording:
         if event != "call":  # most events, so that this comes first
             if event == "return":
                 self._returns(frame, argument)
+            elif event == "c_call" and argument in _SETTINGS:
+                self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
             return
         code, around = frame.f_code, frame.f_globals
         if self._importing is None and code is _IMPORT:
@@ -222,12 +234,15 @@ class Recording:
         top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
             self.keep(f"communicates by {code.co_name}")
-        if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
+        if top == "torch" and rest.startswith(_WRAPPERS):
+            self.keep(f"runs torch.{rest}, which coordinates devices")
+        if is_of_python(file) or file.startswith(_OWN):
             return
         self._note_code(code, around)
 
     def _note_code(self, code: types.CodeType, around: dict[str, Any]) -> None:
         """Notes what code that is executed for the first time reads and writes."""
+        self.observed.executed.add(id(code))
         if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
         if code.co_freevars and _writes_to_closure(code):
@@ -236,7 +251,7 @@ class Recording:
             self.note_loop()
         for name in code.co_names:
             if name in around:
-                self._global(around, name, code.co_names)
+                self._named(around, name, code.co_names)
             elif stores:
                 self.observed.row(around, name, MISSING)
 
@@ -250,18 +265,24 @@ class Recording:
             self._function = None
             torch._C._set_grad_enabled(True)
 
-    def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
-        value = around[name]
+    def _named(self, holder: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
+        """Notes what a name stands for, and in modules and classes what other names may."""
+        value = holder[name]
         if isinstance(value, types.ModuleType):
-            top = value.__name__.partition(".")[0]
-            if top != "torch" and top not in sys.stdlib_module_names:
-                for attribute in names:
-                    if isinstance(entry := vars(value).get(attribute), types.FunctionType):
-                        self.observed.row(vars(value), attribute, entry)
-        elif not isinstance(value, (type, logging.Logger)):
-            self.observed.row(around, name, value)
-            if not isinstance(value, types.FunctionType):
-                self.observed.look_into(name, value)
+            if not is_of_python(value.__name__):
+                for attribute in vars(value).keys() & set(names):
+                    self._named(vars(value), attribute, names)
+            return
+        if isinstance(value, logging.Logger):
+            return
+        if isinstance(value, type):
+            if is_of_python(value.__module__):
+                return
+            for attribute in names:
+                if hasattr(value, attribute) and not attribute.startswith("__"):
+                    self.observed.kind(value, attribute)
+        self.observed.row(holder, name, value)
+        self.observed.look_into(name, value)
 
     def _autograd_function(self, frame: types.FrameType) -> None:
         self.note_effect(f"has an autograd function, {frame.f_locals['cls'].__name__}")
@@ -275,6 +296,12 @@ class Recording:
     def _creation(self, frame: types.FrameType) -> None:
         made = frame.f_locals["self"]
         self._created[id(made)] = made
+
+    def _environment(self, frame: types.FrameType) -> None:
+        """Notes a variable of the environment."""
+        own = frame.f_locals["self"]
+        name = own.encodekey(frame.f_locals["key"])
+        self.observed.row(own._data, name, own._data.get(name, MISSING))
 
     def _registry_entry(self, frame: types.FrameType) -> None:
         """Notes an entry of a registry of transformers, in its own mapping and its class's."""

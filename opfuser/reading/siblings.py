@@ -7,9 +7,9 @@ import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .reads import HOOKS, MISSING, Reads, contents, is_scalar, unchanged
+from .reads import HOOKS, MISSING, Reads, contents, held_tensors, is_scalar, unchanged
 
 __all__ = ["sibling_reads"]
 
@@ -22,15 +22,17 @@ def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
     It is the same if both have children of the same types at the same paths, with parameters of the
     same shapes and dtypes that are shared in the same way, and if each attribute that was read has
     the same value, or is the corresponding child, parameter or buffer. Then the trace of one is the
-    trace of both, with the parameters and buffers of ``module`` at the same paths.
+    trace of both, with the parameters and buffers of ``module`` at the same paths. Which parameters
+    the other one has now does not matter: those of sharded models come and go with every call.
 
     The number of a layer may differ where a cache alone was told of it.
     """
     mine = dict(reads.module.named_modules(remove_duplicate=False))
     theirs = dict(module.named_modules(remove_duplicate=False))
-    if mine.keys() != theirs.keys() or _tensors(mine) != _tensors(theirs):
+    facts, tensors = held_tensors(module)
+    if mine.keys() != theirs.keys() or reads.held[0] != facts:
         return None
-    translation: dict[int, Any] = {}
+    translation: dict[int, Any] = {id(t): other for t, other in zip(reads.held[1], tensors)}
     for path, m in mine.items():
         if type(m) is not type(theirs[path]):
             return None
@@ -39,16 +41,16 @@ def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
             translation[id(getattr(m, slot))] = getattr(theirs[path], slot)
         for name in HOOKS:
             translation[id(getattr(m, name))] = getattr(theirs[path], name)
-        for slot in ("_parameters", "_buffers"):
-            for name, t in getattr(m, slot).items():
-                if t is not None:
-                    translation[id(t)] = getattr(theirs[path], slot)[name]
-    return _translated(reads, module, translation)
+    made = _translated(reads, module, translation)
+    if made is not None:
+        made.held = facts, tensors
+    return made
 
 
 def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) -> Reads | None:
     made = Reads(module, types=reads.types, counts=reads.counts, hooked=reads.hooked)
     made.kinds, made.cells, made.free = reads.kinds, reads.cells, reads.free
+    made.classes, made.functions, made.defaults = reads.classes, reads.functions, reads.defaults
     made.modules = [translation.get(id(m), m) for m in reads.modules]
     made.hooks = [translation.get(id(hooks), hooks) for hooks in reads.hooks]
     looked_into = {id(holder) for holder, _ in reads.containers}
@@ -61,6 +63,10 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
         elif not _match(value, other, translation, looked_into):
             return None
         made.add_row(other_holder, name, other)
+    # What both read, such as a variable of a function, is to be nothing of one of them.
+    common = *reads.kinds[2], *reads.cells[1], *reads.defaults[1]
+    if not all(_match(value, value, translation, looked_into) for value in common):
+        return None
     for holder, inside in reads.containers:
         other = translation.get(id(holder), holder)
         there = contents(other)
@@ -72,7 +78,7 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
         if other is not tensor and not torch.equal(other, tensor):
             return None
         made.pin(other)
-    return made if made.current() and reads.current() else None
+    return made if made.current() and reads.current_but_parameters() else None
 
 
 def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set[int]) -> bool:
@@ -80,8 +86,8 @@ def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set
 
     Containers that are equal are added to the translation.
     """
-    if other is translation.get(id(value), value):
-        return True
+    if id(value) in translation:
+        return other is translation[id(value)]
     if type(value) is not type(other):
         return False
     if is_scalar(value):
@@ -98,22 +104,6 @@ def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set
             return False
         parts = list(zip(mine, theirs))
     else:
-        return False
+        return other is value
     translation[id(value)] = other
     return all(_match(*part, translation, looked_into) for part in parts)
-
-
-def _tensors(modules: dict[str, nn.Module]) -> list[Any]:
-    """What must be equal in parameters and buffers, with the number of the first equal one."""
-    numbers: dict[int, int] = {}
-    found: list[Any] = []
-    for path, m in modules.items():
-        for slot in (m._parameters, m._buffers):
-            for name, t in slot.items():
-                facts = t if t is None else (*_facts(t), numbers.setdefault(id(t), len(numbers)))
-                found.append((path, name, facts))
-    return found
-
-
-def _facts(t: Tensor) -> tuple[Any, ...]:
-    return type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad

@@ -39,6 +39,8 @@ from .turns import Turns
 
 __all__ = ["TracingMode", "tensors_in"]
 
+_FUNCTIONAL = dict(vars(functional))
+
 
 # Loops over experts have as many turns as there are experts.
 _TURNS_AT_MOST = 1024
@@ -218,8 +220,11 @@ class TracingMode(TorchFunctionMode):
                 result = computed(op, function, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
-        if vars(functional).get(op) is function:  # which others may replace
-            self.recording.observed.row(vars(functional), op, function)
+        for space in (vars(functional), vars(torch)):  # whose functions others may replace
+            if space.get(op) is function:
+                self.recording.observed.row(space, op, function)
+        if _FUNCTIONAL.get(op) is function is not vars(functional).get(op):
+            self.note_effect(f"finds another torch.nn.functional.{op} than torch's")
         written = [t for t, version in zip(tensors, versions) if t._version != version]
         note_results(op, args, kwargs, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)

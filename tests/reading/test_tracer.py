@@ -526,7 +526,7 @@ def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None
     waiting = threading.Thread(target=lambda: found.append(trace(other, (y,), {})))
     mine = trace(Starting(), (given(),), {})
     waiting.join()
-    assert ops(mine) == ["add"]
+    assert [op for op in ops(mine) if op != "effect"] == ["add"]  # effects are the variables
     assert other not in mine.reads.modules
     assert found[0].device.type == "cpu"
     assert found[1]

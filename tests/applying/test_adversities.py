@@ -1,0 +1,498 @@
+"""Whatever is done to a model after its first calls, it computes what an untouched one does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from transformers.integrations import sdpa_attention
+from transformers.models.llama import modeling_llama
+
+import opfuser
+from opfuser.applying import report
+
+from .models import assert_equal_steps, llama, paths, step
+
+Change = Callable[[Any], Any]
+FUNCTIONS: Any = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+functional = torch.nn.functional
+
+
+class Twice(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+
+class Adapted(nn.Module):
+    """A linear module with a branch of low rank."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base, self.a, self.b = base, nn.Linear(32, 4).double(), nn.Linear(4, 48).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Odd(Tensor):
+    """Doubles what linear functions return."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_function__(function, kinds, args, kwargs or {})
+        return out * 2 if function is functional.linear else out
+
+
+class Reading(nn.Linear):
+    """Computes with another weight than it holds."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value * 2 if name == "weight" else value
+
+
+CHANGES: dict[str, Change] = {}
+
+
+def change(function: Change) -> Change:
+    CHANGES[function.__name__] = function
+    return function
+
+
+def mid(model: Any) -> Any:
+    return model.layers[1]
+
+
+def up(model: Any) -> Any:
+    return mid(model).mlp.up_proj
+
+
+def norm(model: Any) -> Any:
+    return mid(model).input_layernorm
+
+
+# Attributes, children and copies
+
+
+@change
+def eps_as_tensor(model: Any) -> None:
+    norm(model).variance_epsilon = torch.tensor(0.3, dtype=torch.float64)
+
+
+@change
+def a_configuration_of_one_layer(model: Any) -> None:
+    mid(model).self_attn.config = copy.copy(model.config)
+    mid(model).self_attn.config._attn_implementation = "eager"
+
+
+@change
+def eager_and_back(model: Any) -> None:
+    model.set_attn_implementation("eager")
+    step(model)
+    model.set_attn_implementation("sdpa")
+
+
+@change
+def a_child_that_is_a_function(model: Any) -> None:
+    del mid(model).mlp.act_fn
+    mid(model).mlp.__dict__["act_fn"] = torch.tanh
+
+
+@change
+def a_child_that_is_none(model: Any) -> None:
+    mid(model).post_attention_layernorm = nn.Identity()
+
+
+@change
+def children_swapped(model: Any) -> None:
+    mlp = mid(model).mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+@change
+def a_child_shared(model: Any) -> None:
+    mid(model).mlp.up_proj = mid(model).mlp.gate_proj
+
+
+@change
+def a_layer_shared(model: Any) -> None:
+    model.layers[1] = model.layers[0]
+
+
+@change
+def a_layer_added(model: Any) -> None:
+    model.layers.append(copy.deepcopy(model.layers[0]))
+    model.config.num_hidden_layers = 4
+
+
+@change
+def a_layer_deleted(model: Any) -> None:
+    del model.layers[1]
+    model.config.num_hidden_layers = 2
+
+
+@change
+def a_shallow_copy_of_a_child(model: Any) -> None:
+    mid(model).mlp = copy.copy(mid(model).mlp)
+    mid(model).mlp.act_fn = nn.Tanh()
+
+
+@change
+def a_deep_copy(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+@change
+def a_pickle(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@change
+def an_adapter(model: Any) -> None:
+    mid(model).mlp.up_proj = Adapted(up(model))
+
+
+@change
+def a_class_that_reads_otherwise(model: Any) -> None:
+    up(model).__class__ = Reading
+
+
+@change
+def a_forward_of_a_sibling(model: Any) -> None:
+    mid(model).mlp.forward = model.layers[0].mlp.forward
+
+
+@change
+def the_forward_of_its_class_bound_to_a_sibling(model: Any) -> None:
+    mid(model).mlp.forward = types.MethodType(type(mid(model).mlp).forward, model.layers[0].mlp)
+
+
+@change
+def a_forward_deleted(model: Any) -> None:
+    mid(model).__dict__.pop("forward", None)
+
+
+# Parameters and buffers
+
+
+@change
+def weight_norm(model: Any) -> None:
+    parametrizations.weight_norm(up(model))
+
+
+@change
+def spectral_norm(model: Any) -> None:
+    torch.manual_seed(0)
+    parametrizations.spectral_norm(up(model))
+
+
+@change
+def a_parametrised_norm(model: Any) -> None:
+    parametrize.register_parametrization(norm(model), "weight", Twice())
+
+
+@change
+def a_parametrisation_removed(model: Any) -> None:
+    parametrize.register_parametrization(norm(model), "weight", Twice())
+    step(model)
+    parametrize.remove_parametrizations(norm(model), "weight")
+
+
+@change
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(up(model), "weight", 0.5)
+
+
+@change
+def pruned_for_good(model: Any) -> None:
+    pruned(model)
+    step(model)
+    prune.remove(up(model), "weight")
+
+
+@change
+def a_buffer_for_a_weight(model: Any) -> None:
+    weight = norm(model).weight.detach() * 3
+    del norm(model).weight
+    norm(model).register_buffer("weight", weight)
+
+
+@change
+def a_tensor_for_a_weight(model: Any) -> None:
+    weight = norm(model).weight.detach() * 3
+    del norm(model).weight
+    norm(model).weight = weight
+
+
+@change
+def a_bias(model: Any) -> None:
+    up(model).bias = nn.Parameter(torch.linspace(-1, 1, 48, dtype=torch.float64))
+
+
+@change
+def a_weight_of_a_subclass(model: Any) -> None:
+    up(model).weight = nn.Parameter(up(model).weight.detach().as_subclass(Odd))
+
+
+@change
+def frequencies_in_place(model: Any) -> None:
+    model.rotary_emb.inv_freq.mul_(0.5)
+
+
+@change
+def frequencies_replaced(model: Any) -> None:
+    model.rotary_emb.inv_freq = model.rotary_emb.inv_freq * 0.3
+
+
+@change
+def a_norm_in_fp32(model: Any) -> None:
+    norm(model).float()
+
+
+@change
+def all_in_fp32(model: Any) -> None:
+    model.float()
+
+
+@change
+def to_fp32_and_back(model: Any) -> None:
+    model.float()
+    step(model)
+    model.double()
+
+
+@change
+def data_of_other_shapes(model: Any) -> None:
+    mlp = mid(model).mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight.data = linear.weight.data[:40].clone()
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :40].clone()
+
+
+@change
+def data_of_fewer_heads(model: Any) -> None:
+    attention = mid(model).self_attn
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+        linear.weight.data = linear.weight.data.chunk(2)[0].clone()
+    attention.o_proj.weight.data = attention.o_proj.weight.data[:, :16].clone()
+
+
+@change
+def one_number_for_a_norm(model: Any) -> None:
+    norm(model).weight.data = norm(model).weight.data[:1].clone()
+
+
+@change
+def transposed_data(model: Any) -> None:
+    linear = mid(model).self_attn.q_proj
+    linear.weight.data = linear.weight.data.t()
+
+
+@change
+def data_swapped(model: Any) -> None:
+    a, b = model.layers[0].mlp.up_proj.weight, up(model).weight
+    a.data, b.data = b.data, a.data
+
+
+@change
+def fewer_parameters(model: Any) -> None:
+    mlp = mid(model).mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight.detach()[:40].clone())
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach()[:, :40].clone())
+
+
+@change
+def loaded_by_assignment(model: Any) -> None:
+    model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()}, assign=True)
+
+
+@change
+def to_meta_and_empty(model: Any) -> None:
+    values = {name: t.clone() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    model.to("meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for name, t in [*model.named_parameters(), *model.named_buffers()]:
+            t.copy_(values[name])
+
+
+@change
+def some_frozen(model: Any) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(len(name) % 2 == 0)
+
+
+@change
+def frozen_and_back(model: Any) -> None:
+    model.layers.requires_grad_(False)
+    step(model)
+    model.layers.requires_grad_()
+
+
+# Hooks
+
+
+@change
+def a_pre_hook(model: Any) -> None:
+    mid(model).mlp.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+
+
+@change
+def a_pre_hook_of_keywords(model: Any) -> None:
+    def hook(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 2}
+
+    mid(model).self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@change
+def a_hook_removed(model: Any) -> None:
+    handle = mid(model).mlp.register_forward_hook(lambda m, args, y: 2 * y)
+    step(model)
+    handle.remove()
+
+
+@change
+def a_hook_exchanged(model: Any) -> None:
+    a_hook_removed(model)
+    mid(model).mlp.register_forward_hook(lambda m, args, y: 3 * y)
+
+
+@change
+def a_hook_that_rounds(model: Any) -> None:
+    mid(model).mlp.register_forward_hook(lambda m, args, y: y.bfloat16())
+
+
+@change
+def a_hook_that_takes_a_part(model: Any) -> None:
+    mid(model).mlp.register_forward_hook(lambda m, args, y: y[:1])
+
+
+@change
+def a_hook_that_detaches(model: Any) -> None:
+    mid(model).mlp.register_forward_hook(lambda m, args, y: y.detach())
+
+
+@change
+def a_hook_in_place(model: Any) -> None:
+    mid(model).mlp.register_forward_hook(lambda m, args, y: y.mul_(2))
+
+
+@change
+def a_backward_pre_hook(model: Any) -> None:
+    mid(model).mlp.register_full_backward_pre_hook(lambda m, dy: (dy[0] * 2,))
+
+
+@change
+def a_backward_hook_of_a_projection(model: Any) -> None:
+    up(model).register_full_backward_hook(lambda m, dx, dy: (dx[0] * 2,))
+
+
+@change
+def a_hook_of_a_parameter(model: Any) -> None:
+    up(model).weight.register_hook(lambda grad: 2 * grad)
+
+
+@change
+def hooks_of_state(model: Any) -> None:
+    mid(model).mlp.register_state_dict_post_hook(lambda m, state, prefix, local: None)
+    mid(model).mlp.register_state_dict_pre_hook(lambda m, prefix, keep: None)
+    model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_is_changed(name: str) -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    step(model)
+    changed = [CHANGES[name](m) for m in (model, plain)]
+    model, plain = (m if new is None else new for m, new in zip((model, plain), changed))
+    single = any(p.dtype == torch.float32 for p in plain.parameters())
+    assert_equal_steps(numbers(model), numbers(plain), 1e-4 if single else 1e-6)
+    if name != "a_pickle":
+        assert {"layers.0", "norm"} <= set(paths(report(model)))
+
+
+def numbers(model: nn.Module) -> list[Tensor]:
+    return [t.as_subclass(Tensor) for t in step(model)]
+
+
+# What all models read
+
+
+def nothing_attends(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    return q.transpose(1, 2).contiguous() / 2, None
+
+
+def halved(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(self.up_proj(x)) / 2
+
+
+RMSNorm, MLP, Layer = (
+    getattr(modeling_llama, f"Llama{name}") for name in ("RMSNorm", "MLP", "DecoderLayer")
+)
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "a global function": (
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, *others, **kwargs: (q * 2, k + 1),
+    ),
+    "a function of an attention": (sdpa_attention, "sdpa_attention_forward", nothing_attends),
+    "its helper": (sdpa_attention, "use_gqa_in_sdpa", lambda *args: False),
+    "attention": (
+        functional, "scaled_dot_product_attention",
+        functools.partial(lambda old, *a, **kw: 2 * old(*a, **kw),
+                          functional.scaled_dot_product_attention),
+    ),
+    "linear": (functional, "linear", functools.partial(lambda f, *a: 2 * f(*a), functional.linear)),
+    "silu": (functional, "silu", lambda x, inplace=False: x.sin()),
+    "a function of torch": (torch, "rsqrt", lambda x: x * 2),
+    "a forward": (MLP, "forward", halved),
+    "the forward of layers": (
+        Layer, "forward", functools.partialmethod(lambda self, f, *a, **kw: 2 * f(self, *a, **kw),
+                                                  Layer.forward),
+    ),
+    "the forward of torch": (
+        nn.Linear, "forward", lambda self, x: 2 * functional.linear(x, self.weight, self.bias),
+    ),
+    "the code of a forward": (MLP.forward, "__code__", halved.__code__),
+    "a call": (RMSNorm, "__call__", lambda self, x: x),
+    "a property over a parameter": (
+        RMSNorm, "weight", property(lambda self: 2 * self._parameters["weight"])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_of_what_all_models_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    before = step(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(*PATCHES[name], raising=False)
+        want = step(plain)
+        assert_equal_steps(step(model), want, 1e-5)
+        opfuser.apply(model)
+        assert_equal_steps(step(model), want, 1e-5)
+    assert_equal_steps(step(model), before)
+
+
+@pytest.mark.parametrize("mapping", [FUNCTIONS._local_mapping, type(FUNCTIONS)._global_mapping])
+def test_an_attention_function_in_the_place_of_torchs(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    step(model)
+    monkeypatch.setitem(mapping, "sdpa", nothing_attends)
+    assert_equal_steps(step(model), step(plain))

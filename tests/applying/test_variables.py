@@ -1,0 +1,293 @@
+"""Variables that a forward reads outside of its module: of a sibling, and those that change."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DataParallel
+from torch.overrides import TorchFunctionMode
+
+import opfuser
+from opfuser.applying import report
+
+from .models import assert_equal_steps, nano_gpt, paths
+from .models import step as step_of_model
+
+Change = Callable[[Any], object]
+X = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Block(nn.Module):
+    """What stands between its linear modules is set from outside."""
+
+    def __init__(self, act: Any = torch.relu) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.__dict__["act"] = act
+
+    def own(self, h: Tensor) -> Tensor:
+        return torch.relu(self.up(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def blocks(act: Any = torch.relu, kind: type[Block] = Block) -> Any:
+    torch.manual_seed(0)
+    return nn.ModuleList(kind(act) for _ in range(3)).double()
+
+
+def step(layers: Any) -> list[Tensor]:
+    layers.zero_grad()
+    x = X.clone().requires_grad_()
+    for layer in layers:
+        x = layer(x)
+    (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum().backward()
+    return [
+        x.detach(),
+        *(torch.zeros(()) if p.grad is None else p.grad for p in layers.parameters()),
+    ]
+
+
+# What siblings share is of the first of them
+
+
+def to_bound_method(layers: Any) -> None:
+    for layer in layers:
+        layer.__dict__["act"] = layers[0].own
+
+
+def to_forward(layers: Any) -> None:
+    for layer in layers[1:]:
+        layer.up.forward = layers[0].up.forward
+
+
+def to_wrapped_forward(layers: Any) -> None:
+    old = layers[0].up.forward
+    for layer in layers:
+        layer.up.forward = lambda x: 2 * old(x)
+
+
+def to_closure(layers: Any) -> None:
+    first = layers[0]
+    for layer in layers:
+        layer.__dict__["act"] = lambda h: torch.relu(first.up(h))
+
+
+def to_default(layers: Any) -> None:
+    def act(h: Tensor, linear: Any = layers[0].up) -> Tensor:
+        return torch.relu(linear(h))
+
+    for layer in layers:
+        layer.__dict__["act"] = act
+
+
+def to_partial(layers: Any) -> None:
+    for layer in layers:
+        layer.__dict__["act"] = functools.partial(Block.own, layers[0])
+
+
+def to_attribute_of_class(layers: Any) -> None:
+    kind = type("Sharing", (Block,), {"act": layers[0].up})
+    for layer in layers:
+        del layer.__dict__["act"]
+        layer.__class__ = kind
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        to_bound_method, to_forward, to_wrapped_forward, to_closure, to_default, to_partial,
+        to_attribute_of_class,
+    ],
+)  # fmt: skip
+def test_what_siblings_share_may_be_a_part_of_one_of_them(share: Change) -> None:
+    for later in (False, True):
+        model, plain = blocks(), blocks()
+        if later:
+            opfuser.apply(model)
+            step(model)
+        for layers in (model, plain):
+            share(layers)
+        if not later:
+            opfuser.apply(model)
+        assert_equal_steps(step(model), step(plain), 1e-10)
+        assert_equal_steps(step(model), step(plain), 1e-10)
+
+
+# Variables that change
+
+
+class Plain:
+    scale = 1.0
+
+
+class Scaled(Block):
+    """Its parent's forward is found by ``super()``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def scaled(h: Tensor, factor: Any = 1.0) -> Tensor:
+    return torch.relu(h) * factor
+
+
+def scaled_by_its_attribute(h: Tensor) -> Tensor:
+    return torch.relu(h) * scaled_by_its_attribute.scale  # type: ignore[attr-defined]
+
+
+scaled_by_its_attribute.scale = 1.0  # type: ignore[attr-defined]
+settings = types.ModuleType("settings_of_a_user")
+settings.scale = 1.0  # type: ignore[attr-defined]
+TABLE = {"scale": 1.0}
+
+
+def variable() -> tuple[Callable[[Tensor], Tensor], Change]:
+    """A function inside of which another one reads a variable, and what sets it."""
+    scale = 1.0
+
+    def outer(h: Tensor) -> Tensor:
+        def inner() -> Tensor:
+            return torch.relu(h) * scale
+
+        return inner()
+
+    def change(patch: Any) -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return outer, change
+
+
+VARIABLES: dict[str, tuple[Any, Change]] = {
+    "closure": variable(),
+    "defaults": (scaled, lambda patch: patch.setattr(scaled, "__defaults__", (3.0,))),
+    "code": (
+        scaled,
+        lambda patch: patch.setattr(scaled, "__code__", (lambda h, factor: 3 * h).__code__),
+    ),
+    "attribute of a function": (
+        scaled_by_its_attribute,
+        lambda patch: patch.setattr(scaled_by_its_attribute, "scale", 3.0),
+    ),
+    "attribute of a class": (
+        lambda h: torch.relu(h) * Plain.scale,
+        lambda patch: patch.setattr(Plain, "scale", 3.0),
+    ),
+    "class": (
+        lambda h: torch.relu(h) * Plain.scale,
+        lambda patch: patch.setitem(globals(), "Plain", type("Other", (), {"scale": 3.0})),
+    ),
+    "attribute of a module": (
+        lambda h: torch.relu(h) * settings.scale,  # type: ignore[attr-defined]
+        lambda patch: patch.setattr(settings, "scale", 3.0),
+    ),
+    "entry of a global dict": (
+        lambda h: torch.relu(h) * TABLE["scale"],
+        lambda patch: patch.setitem(TABLE, "scale", 3.0),
+    ),
+    "environment": (
+        lambda h: 3 * torch.relu(h) if os.environ.get("OPFUSER_OF_A_TEST") else torch.relu(h),
+        lambda patch: patch.setenv("OPFUSER_OF_A_TEST", "1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_variable_that_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, change = VARIABLES[name]
+    model, plain = blocks(act), blocks(act)
+    opfuser.apply(model)
+    before = step(plain)
+    assert_equal_steps(step(model), before, 1e-10)
+    assert "0" in paths(report(model))
+    with monkeypatch.context() as patch:
+        change(patch)
+        want = step(plain)
+        assert_equal_steps(step(model), want, 1e-10)
+    with pytest.raises(AssertionError):
+        assert_equal_steps(before, want)
+
+
+def test_a_forward_of_a_parent_class_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = blocks(kind=Scaled), blocks(kind=Scaled)
+    opfuser.apply(model)
+    step(model)
+    monkeypatch.setattr(Block, "forward", lambda self, x: x - self.down(torch.relu(self.up(x))))
+    assert_equal_steps(step(model), step(plain), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("asks", "mode"),
+    [
+        (torch.is_inference_mode_enabled, torch.inference_mode),
+        (torch.are_deterministic_algorithms_enabled, None),
+    ],
+)
+def test_what_a_forward_asks_of_the_process(asks: Any, mode: Any) -> None:
+    def act(h: Tensor) -> Tensor:
+        return 3 * torch.relu(h) if asks() else torch.relu(h)
+
+    (block, plain), outputs = (blocks(act)[0] for _ in range(2)), []
+    opfuser.apply(block)
+    with torch.no_grad():
+        block(X)
+        if mode is None:
+            torch.use_deterministic_algorithms(True)
+        try:
+            with mode() if mode else torch.no_grad():
+                outputs = [m(X).clone() for m in (block, plain)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(*outputs)
+    assert "asks for" in str(report(block))
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        y = function(*args, **(kwargs or {}))
+        return y * 2 if function is functional.linear else y
+
+
+def test_a_mode_of_functions_sees_all_of_them() -> None:
+    model, plain = nano_gpt(), nano_gpt()
+    opfuser.apply(model)
+    with torch.device("cpu"):  # a mode too, which changes nothing
+        step_of_model(model)
+    with Doubling():
+        assert_equal_steps(step_of_model(model), step_of_model(plain))
+    computed = report(model).computed[0]
+    assert (computed.calls, computed.fell_back) == (1, (("a TorchFunctionMode is on", 1),))
+
+
+def test_wrappers_of_devices_are_not_traced() -> None:
+    model, plain = (nn.Sequential(DataParallel(blocks()[0]), nn.ReLU()) for _ in range(2))
+    opfuser.apply(model)
+    torch.testing.assert_close(model(X), plain(X))
+    kept = {entry.path: entry.reason for entry in report(model).kept}
+    assert (
+        kept[""] == kept["0"] == "runs torch.nn.parallel.data_parallel, which coordinates devices"
+    )
+    assert paths(report(model)) == ["0.module"]
+
+
+def test_parameters_without_entries_are_named() -> None:
+    block = blocks()[0]
+    weight = block.up.weight.data
+    block.up.register_forward_pre_hook(lambda m, args: setattr(m.weight, "data", weight))
+    block.up.weight.data = weight.new_empty(0)
+    opfuser.apply(block)
+    torch.testing.assert_close(block(X), blocks()[0](X))
+    reason = "has parameters without entries, which hooks of its children may fetch"
+    assert report(block).kept[0].reason == reason
