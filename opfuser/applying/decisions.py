@@ -136,11 +136,13 @@ class Application:
         changes: how often it was noticed that something has changed that a forward had read.
         local: whether this thread traces a forward.
         memo: of what sequences are given.
+        warned: whether a warning said what torch.compile keeps.
     """
 
     changes: int = 0
     local: _Local = field(default_factory=_Local)
     memo: Memo = field(default_factory=Memo)
+    warned: bool = False
     _read_before: dict[type, list[_Read]] = field(default_factory=lambda: defaultdict(list))
     _failed: dict[Hashable, list[str]] = field(default_factory=lambda: defaultdict(list))
     _lock: threading.RLock = field(default_factory=threading.RLock)

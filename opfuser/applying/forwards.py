@@ -25,6 +25,7 @@ from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS
 from ..tracing import transforms_active
 from .caches import WithoutGradients
+from .compiled import CompiledCalls, traced_call
 from .decisions import Application, Decision
 from .layouts import Given, Layout, given_of, layout_of
 
@@ -37,17 +38,6 @@ _KINDS_AT_MOST = 16
 _SIZES_AT_MOST = 1024
 
 
-def _note_compiled(state: State | None) -> bool:
-    """Counts a trace; the tracer calls it, and has no more of it in the graph than a constant."""
-    if state is not None:
-        state.passed["torch.compile traces the forward of its class"] += 1
-    return True
-
-
-# As torch.compiler.assume_constant_result does, which imports the compiler.
-_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a module returns to which ``apply`` was applied.
 
@@ -57,8 +47,7 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     function.
     """
     if torch.compiler.is_compiling():
-        _note_compiled(module.__dict__.get("_opfuser_applied"))
-        return type(module).forward(module, *args, **kwargs)
+        return traced_call(module, args, kwargs)
     # The attribute itself is what the trace would take for read with all its contents.
     own = object.__getattribute__(module, "__dict__")
     state = own.get("_opfuser_applied")
@@ -110,7 +99,7 @@ class _Kind:
         self.modes, self.last = modes, found
 
 
-class State:
+class State(CompiledCalls):
     """What is known of the calls of one module.
 
     Attributes:
@@ -119,13 +108,15 @@ class State:
         before: what stood in the module's ``__dict__`` as its forward; None if nothing did.
         decisions: what computes its calls, in order of the first ones.
         passed: how many calls its own forward took for reasons outside of it.
+        module: in which it stands, weakly.
     """
 
     def __init__(self, application: Application, before: Any = None) -> None:
         self.application, self.local = application, application.local
         self.before = before
         self.decisions: list[Decision] = []
-        self.passed: Counter[str] = Counter()
+        self.passed = Counter()
+        self.module = lambda: None
         self._kinds: tuple[_Kind, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
@@ -169,6 +160,12 @@ class State:
         if decision.built is None:
             return type(module).forward(module, *args, **kwargs)
         return self._computed(module, decision, given, args, kwargs)
+
+    def reason_outside(self) -> str:
+        return _reason_outside()
+
+    def decide(self, module: nn.Module, args: Any, kwargs: Any) -> Decision:
+        return self._decide(module, args, kwargs)[0]
 
     def _computed(
         self, module: Any, decision: Decision, given: Given, args: Any, kwargs: Any
@@ -316,6 +313,7 @@ def state_of(module: nn.Module) -> State | None:
 def install(module: nn.Module, state: State) -> None:
     """Has the calls of a module be looked at."""
     module.__dict__[_STATE] = state
+    state.module = weakref.ref(module)
     module.__dict__["forward"] = types.MethodType(_forward_of(type(module)), module)
 
 

@@ -77,6 +77,7 @@ class Built:
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
         cached: attention that extends a cache, and the numbers of its layers there.
+        ones: norms that have no weight, and get one of their own.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module) -> None:
@@ -84,8 +85,8 @@ class Built:
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
-        self._module = module
-        self._ones: list[nn.Module] = []
+        self._module: Any = module
+        self.ones: list[nn.Module] = []
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
@@ -93,8 +94,16 @@ class Built:
         """Takes over the parameters that the module has now."""
         for parameters, name, source, source_name in self.aliases:
             parameters[name] = source[source_name]
-        for op in self._ones:
+        for op in self.ones:
             self._set_ones(op)
+
+    def forget_module(self) -> None:
+        """Leaves stand-ins in the places of parameters, for sequences that are given them."""
+        for parameters, name, *_ in self.aliases:
+            own = parameters[name]
+            stand_in = torch.empty_like(own, device="meta")
+            parameters[name] = nn.Parameter(stand_in, requires_grad=own.requires_grad)
+        self.aliases, self._module = [], None
 
     def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
         """The output of a call.
@@ -181,7 +190,7 @@ class Built:
         zero_centred = op.zero_centred_weight
         made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
         if op.weight is None:
-            self._ones.append(made)
+            self.ones.append(made)
         else:
             self.alias(made, "weight", op.weight)
         if op.centred:
