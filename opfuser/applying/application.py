@@ -250,7 +250,7 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
             reasons[decision.reason] += decision.calls
     fell_back = in_order(reasons)
     calls = sum(d.calls for d in state.decisions if d.reading is not None)
-    done = [d.reading for d in state.decisions if d.built is not None and d.reading is not None]
+    done = [d.reading for d in state.decisions if d.built and d.calls and d.reading is not None]
     if done:
         called = tuple(children_called(done[-1]))
         return Computed(path, described(done[-1]), calls, fell_back, called)

@@ -85,7 +85,7 @@ _now = _Now()
 def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     """What a call of a module returns, for Dynamo to trace."""
     state = module.__dict__.get("_opfuser_applied")
-    if state is None or not torch.compiler.is_dynamo_compiling() or not state.opens():
+    if state is None or not state.opens() or not torch.compiler.is_dynamo_compiling():
         return type(module).forward(module, *args, **kwargs)
     if not _is_simple(args) or not _is_simple(kwargs):
         state.notes_foreign()
@@ -157,15 +157,14 @@ class CompiledCalls:
     def opens(self) -> bool:
         """Whether a sequence may compute a call that is about to be traced."""
         output, around = _output(), _now.call
-        if output is None or self.application.local.tracing:
+        if self.application.local.tracing:
             return False
         if around is not None and around.reading and around.output() is output:
             return False  # it is part of a forward whose operations are removed
-        reason = self.reason_outside()
-        if exporting():
-            reason = "torch.export traces the forward of its class"
+        reason = "torch.export traces it" if exporting() else self.reason_outside()
         if reason:
             self.passed[reason] += 1
+        if reason or output is None:
             return False
         if not hasattr(functions, "decide"):
             functions.decide = torch.compiler.allow_in_graph(_decide)  # type: ignore[attr-defined]
@@ -202,6 +201,7 @@ class CompiledCalls:
         """
         call, _now.call = _now.call, None
         if call is None or not call.is_open(self) or call.decision is None:
+            self._keep("breaks the graph")
             return None
         call.reading, call.end = False, _last(call.graph)
         _now.call = call
@@ -215,7 +215,7 @@ class CompiledCalls:
             for a in decision.built.aliases
         )
         arrangement = ... if decision.arrange is None else _arrangement_of(decision.arrange(...))
-        return _name_of(decision.reading, module), places, arrangement
+        return _name_of(decision.reading, decision.built, module), places, arrangement
 
     def computes(self) -> bool:
         """Whether the sequence has computed the call; the nodes of the other one are removed."""
@@ -346,18 +346,17 @@ def _not_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _name_of(reading: Reading, module: nn.Module) -> str:
+def _name_of(reading: Reading, like: Built, module: nn.Module) -> str:
     """The name in ``functions`` of the one that computes what was read.
 
     It goes from arguments and parameters to the output, and holds nothing of the module: all that
     is read alike has one function.
     """
-    built = build(reading, module)
-    ones = tuple(op._parameters["weight"].dtype for op in built.ones)  # type: ignore[union-attr]
+    ones = tuple(op._parameters["weight"].dtype for op in like.ones)  # type: ignore[union-attr]
     key = reading, ones
     if key not in _named:
         name = f"applied_{len(_named)}"
-        setattr(functions, name, _function(built))
+        setattr(functions, name, _function(build(reading, module)))
         _named[key] = name
     return _named[key]
 

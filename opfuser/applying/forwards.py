@@ -121,7 +121,10 @@ class State(CompiledCalls):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         key = id(self.application)
-        return State(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
+        made = State(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
+        if (copied := memo.get(id(self.module()))) is not None:
+            made.module = weakref.ref(copied)
+        return made
 
     def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
         return type(None), ()
