@@ -273,7 +273,7 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
     fell_back = in_order(reasons)
     calls = sum(d.count() for d in state.decisions if d.reading is not None)
     heads = [d.head for d in state.decisions if d.head is not None and d.head.is_of_use]
-    done = [d.reading for d in state.decisions if d.built is not None and d.reading is not None]
+    done = [d.reading for d in state.decisions if d.built and d.count() and d.reading is not None]
     if heads or done:
         reading = heads[-1].reading if heads else done[-1]
         operations = described(reading) + (", CrossEntropy" if heads else "")

@@ -162,6 +162,7 @@ class Application:
         changes: how often it was noticed that something has changed that a forward had read.
         local: whether this thread traces a forward, and whether it is within a call of the model.
         memo: of what sequences are given.
+        warned: whether a warning said what torch.compile keeps.
     """
 
     fused_loss: bool = False
@@ -169,6 +170,7 @@ class Application:
     changes: int = 0
     local: _Local = field(default_factory=_Local)
     memo: Memo = field(default_factory=Memo)
+    warned: bool = False
     _read_before: dict[type, list[_Read]] = field(default_factory=lambda: defaultdict(list))
     _failed: dict[Hashable, list[str]] = field(default_factory=lambda: defaultdict(list))
     _lock: threading.RLock = field(default_factory=threading.RLock)

@@ -27,6 +27,7 @@ from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS, is_hooked
 from ..tracing import transforms_active
 from .caches import WithoutGradients
+from .compiled import CompiledCalls, traced_call
 from .decisions import Application, Decision
 from .deferred import without_deferred
 from .layouts import Given, Layout, given_of, layout_of
@@ -40,17 +41,6 @@ _KINDS_AT_MOST = 16
 _SIZES_AT_MOST = 1024
 
 
-def _note_compiled(state: State | None) -> bool:
-    """Counts a trace; the tracer calls it, and has no more of it in the graph than a constant."""
-    if state is not None:
-        state.passed["torch.compile traces the forward of its class"] += 1
-    return True
-
-
-# As torch.compiler.assume_constant_result does, which imports the compiler.
-_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a module returns to which ``apply`` was applied.
 
@@ -60,8 +50,7 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     function.
     """
     if torch.compiler.is_compiling():
-        _note_compiled(module.__dict__.get("_opfuser_applied"))
-        return type(module).forward(module, *args, **kwargs)
+        return traced_call(module, args, kwargs)
     # The attribute itself is what the trace would take for read with all its contents.
     own = object.__getattribute__(module, "__dict__")
     state = own.get("_opfuser_applied")
@@ -113,7 +102,7 @@ class _Kind:
         self.modes, self.last = modes, found
 
 
-class State:
+class State(CompiledCalls):
     """What is known of the calls of one module.
 
     Attributes:
@@ -122,18 +111,23 @@ class State:
         before: what stood in the module's ``__dict__`` as its forward; None if nothing did.
         decisions: what computes its calls, in order of the first ones.
         passed: how many calls its own forward took for reasons outside of it.
+        module: in which it stands, weakly.
     """
 
     def __init__(self, application: Application, before: Any = None) -> None:
         self.application, self.local = application, application.local
         self.before = before
         self.decisions: list[Decision] = []
-        self.passed: Counter[str] = Counter()
+        self.passed = Counter()
+        self.module = lambda: None
         self._kinds: tuple[_Kind, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         application = copy.deepcopy(self.application, memo)
-        return type(self)(application, copy.deepcopy(self.before, memo))
+        made = type(self)(application, copy.deepcopy(self.before, memo))
+        if (copied := memo.get(id(self.module()))) is not None:
+            made.module = weakref.ref(copied)
+        return made
 
     def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
         return type(None), ()
@@ -169,6 +163,12 @@ class State:
             self.passed[reason] += 1
             return type(module).forward(module, *args, **kwargs)
         return self._computed(module, decision, given, args, kwargs)
+
+    def reason_outside(self) -> str:
+        return _reason_outside()
+
+    def decide(self, module: nn.Module, args: Any, kwargs: Any) -> Decision:
+        return self._decide(module, args, kwargs)[0]
 
     def _computed(
         self, module: Any, decision: Decision, given: Given, args: Any, kwargs: Any
@@ -343,6 +343,7 @@ def state_of(module: nn.Module) -> State | None:
 def install(module: nn.Module, state: State) -> None:
     """Has the calls of a module be looked at."""
     module.__dict__[_STATE] = state
+    state.module = weakref.ref(module)
     module.__dict__["forward"] = types.MethodType(_forward_of(type(module)), module)
 
 

@@ -96,6 +96,7 @@ class Built:
         arguments: what else its operations are given.
         cached: attention that extends a cache, and the numbers of its layers there.
         memories: what makes the extra inputs of the sequence, in their order.
+        ones: norms that have no weight, and the names of those of their own.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module) -> None:
@@ -104,8 +105,8 @@ class Built:
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
         self.memories: list[Memory] = []
-        self._module = module
-        self._ones: list[tuple[nn.Module, str]] = []
+        self.ones: list[tuple[nn.Module, str]] = []
+        self._module: Any = module
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
@@ -113,8 +114,16 @@ class Built:
         """Takes over the parameters that the module has now."""
         for parameters, name, source, source_name in self.aliases:
             parameters[name] = source[source_name]
-        for op, name in self._ones:
+        for op, name in self.ones:
             self._set_ones(op, name)
+
+    def forget_module(self) -> None:
+        """Leaves stand-ins in the places of parameters, for sequences that are given them."""
+        for parameters, name, *_ in self.aliases:
+            own = parameters[name]
+            stand_in = torch.empty_like(own, device="meta")
+            parameters[name] = nn.Parameter(stand_in, requires_grad=own.requires_grad)
+        self.aliases, self._module = [], None
 
     def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
         """The output of a call.
@@ -153,7 +162,7 @@ class Built:
     def weight(self, op: nn.Module, name: str, path: str | None) -> None:
         """As :meth:`alias`, for a norm, which has ones if the module's has no weight."""
         if path is None:
-            self._ones.append((op, name))
+            self.ones.append((op, name))
         else:
             self.alias(op, name, path)
 

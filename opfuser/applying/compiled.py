@@ -1,0 +1,400 @@
+"""Calls that torch.compile traces of modules to which ``apply`` was applied.
+
+Code that Dynamo has traced runs again as long as its guards hold, and Dynamo guards what it
+interprets. So it interprets the forward of the module's class, as for the plain model, and what
+that puts into the graph is removed. What has been read of this forward is one function of the
+graph in its place, which Dynamo does not look into. It is traced anew exactly when the plain
+model is.
+
+What decides and removes runs as ordinary Python during the trace; Dynamo sees constants.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..engine.traced import compiling
+from ..errors import OpfuserError
+from ..reading.construction import Built, build
+from ..reading.dataflow import map_leaves
+from ..reading.kept import KeptError
+from ..reading.operations import Called, Experts, Reading
+from ..reading.reads import is_scalar
+from ..registry import registry
+from ..traced_calls import Functions
+from ..tracing import exporting
+from .decisions import Application, Decision
+from .descriptions import operations_in
+from .layouts import given_of
+
+__all__ = ["CompiledCalls", "traced_call"]
+
+functions = Functions()
+_named: dict[Hashable, str] = {}
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that Dynamo traces.
+
+    Attributes:
+        state: of the module.
+        output: of Dynamo, weakly.
+        graph: of this, in which the call is.
+        start: the last node before the call.
+        end: the last node of the class's own forward.
+        reading: whether the class's own forward is being traced for its guards.
+        decision: for the call.
+        reason: why there is none.
+    """
+
+    state: CompiledCalls
+    output: Callable[[], Any]
+    graph: Any
+    start: Any
+    end: Any = None
+    reading: bool = False
+    decision: Decision | None = None
+    reason: str = ""
+
+    def is_open(self, state: CompiledCalls) -> bool:
+        """Whether what is being traced is this call of a module, after no graph break."""
+        output = _output()
+        return self.state is state and self.output() is output and output.graph is self.graph
+
+
+class _Now(threading.local):
+    call: _Call | None = None
+
+
+_now = _Now()
+
+
+def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
+    """What a call of a module returns, for Dynamo to trace."""
+    state = module.__dict__.get("_opfuser_applied")
+    if state is None or not state.opens() or not torch.compiler.is_dynamo_compiling():
+        return type(module).forward(module, *args, **kwargs)
+    if not _is_simple(args) or not _is_simple(kwargs):
+        state.notes_foreign()
+        return type(module).forward(module, *args, **kwargs)
+    functions.decide(args, kwargs)  # type: ignore[attr-defined]
+    if not state.begins(registry.stamp):
+        return type(module).forward(module, *args, **kwargs)
+    plain = type(module).forward(module, *args, **kwargs)
+    found = state.ends()
+    if found is None:  # the graph was broken, and this has been computed
+        return plain
+    name, places, arrangement = found
+    parameters = []
+    for path, own in places:
+        holder = module
+        for part in path:
+            holder = holder._modules[part]
+        parameters.append(holder._parameters[own])
+    y = getattr(functions, name)(args, kwargs, parameters)
+    if not state.computes():
+        return plain
+    return _arranged(arrangement, y)
+
+
+def _is_simple(tree: Any) -> bool:
+    """Whether arguments are tensors and constants, which a graph has as arguments of a function."""
+    if isinstance(tree, (tuple, list)):
+        return all([_is_simple(part) for part in tree])
+    if isinstance(tree, dict):
+        return all([_is_simple(part) for part in tree.values()])
+    return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype))
+
+
+def _arranged(arrangement: Any, y: Any) -> Any:
+    if arrangement is ...:
+        return y
+    if not isinstance(arrangement, tuple):
+        return arrangement
+    parts = [_arranged(part, y) for part in arrangement[1:]]
+    return parts if arrangement[0] else tuple(parts)
+
+
+def _arrangement_of(tree: Any) -> Any:
+    """The structure of a result as tuples, of which the first entry says whether it is a list."""
+    if isinstance(tree, (tuple, list)):
+        return (isinstance(tree, list), *map(_arrangement_of, tree))
+    return tree
+
+
+class CompiledCalls:
+    """What Dynamo asks while it traces a call of one module.
+
+    Methods are told nothing of the module, whose identity would be guarded: layers that are alike
+    share their code.
+    """
+
+    application: Application
+    passed: Counter[str]
+    module: Callable[[], nn.Module | None]
+
+    def reason_outside(self) -> str:
+        """Why no sequence may compute anything now; empty if there is nothing."""
+        raise NotImplementedError
+
+    def decide(self, module: nn.Module, args: Any, kwargs: Any) -> Decision:
+        """What computes a call."""
+        raise NotImplementedError
+
+    def opens(self) -> bool:
+        """Whether a sequence may compute a call that is about to be traced."""
+        output, around = _output(), _now.call
+        if self.application.local.tracing:
+            return False
+        if around is not None and around.reading and around.output() is output:
+            return False  # it is part of a forward whose operations are removed
+        reason = "torch.export traces it" if exporting() else self.reason_outside()
+        if reason:
+            self.passed[reason] += 1
+        if reason or output is None:
+            return False
+        if not hasattr(functions, "decide"):
+            functions.decide = torch.compiler.allow_in_graph(_decide)  # type: ignore[attr-defined]
+        _now.call = _Call(self, weakref.ref(output), output.graph, _last(output.graph))
+        return True
+
+    def notes_foreign(self) -> bool:
+        """Notes that a call is kept because of its arguments."""
+        self._keep("is given a cache or other objects, which no function of a graph takes")
+        return True
+
+    def begins(self, registered: object) -> bool:
+        """Whether a sequence computes the call; then the class's forward comes next.
+
+        Args:
+            registered: the stamp of the registry, on which code that is traced depends.
+        """
+        call = _now.call
+        if call is None or not call.is_open(self):
+            return False
+        _remove(call.graph, _last(call.graph), call.start)
+        if call.decision is None:
+            if call.reason:
+                self._keep(call.reason)
+            _now.call = None
+            return False
+        call.reading = True
+        return True
+
+    def ends(self) -> tuple[str, Any, Any] | None:
+        """The name of the sequence's function, places of parameters, structure of the result.
+
+        None where the graph was broken since :meth:`begins`.
+        """
+        call, _now.call = _now.call, None
+        if call is None or not call.is_open(self) or call.decision is None:
+            self._keep("breaks the graph")
+            return None
+        call.reading, call.end = False, _last(call.graph)
+        _now.call = call
+        decision, module = call.decision, self.module()
+        assert decision.built is not None
+        assert decision.reading is not None
+        assert module is not None
+        names = {id(m._parameters): path for path, m in module.named_modules()}
+        places = tuple(
+            (tuple(names[id(a.source)].split(".")) if names[id(a.source)] else (), a.source_name)
+            for a in decision.built.aliases
+        )
+        arrangement = (
+            ... if decision.arrange is None else _arrangement_of(decision.arrange(..., ()))
+        )
+        return _name_of(decision.reading, decision.built, module), places, arrangement
+
+    def computes(self) -> bool:
+        """Whether the sequence has computed the call; the nodes of the other one are removed."""
+        call, _now.call = _now.call, None
+        if call is None or not call.is_open(self) or call.decision is None:
+            return False
+        if call.reason:
+            _remove(call.graph, _last(call.graph), call.end)
+            self._keep(call.reason)
+            return False
+        _remove(call.graph, call.end, call.start)
+        call.decision.calls += 1
+        return True
+
+    def _keep(self, reason: str) -> None:
+        self.passed[f"{reason}, under torch.compile"] += 1
+        if not self.application.warned:
+            self.application.warned = True
+            warnings.warn(
+                f"opfuser.apply: under torch.compile, some modules are computed by the forwards of "
+                f"their classes. The first one {reason}. opfuser.applying.report(model) has all.",
+                stacklevel=2,
+            )
+
+    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    for _method in (opens, notes_foreign, begins, ends, computes):
+        _method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _output() -> Any:
+    """What Dynamo puts the graph into that it makes in this thread; None if it makes none."""
+    kind: Any = getattr(
+        sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None
+    )
+    try:
+        return kind.current_tx().output
+    except AttributeError:
+        return None
+
+
+def _last(graph: Any) -> Any:
+    return next(iter(reversed(graph.nodes)), None)
+
+
+def _remove(graph: Any, last: Any, before: Any) -> None:
+    """Removes the nodes of a graph after one, up to the last, unless others use them."""
+    nodes = iter(reversed(graph.nodes))
+    for node in nodes:
+        if node is last:
+            break
+    else:
+        return
+    while node is not before and node is not None:
+        earlier = next(nodes, None)
+        if node.op not in ("placeholder", "get_attr") and not node.users:
+            graph.erase_node(node)
+        node = earlier
+
+
+def _decide(args: Any, kwargs: Any) -> None:
+    """Finds out what computes the open call, whose tensors Dynamo stands in for."""
+    call = _now.call
+    module = None if call is None else call.state.module()
+    if call is None or module is None or _output() is None:
+        return
+    try:
+        with _disable_current_modes(), _not_compiling():
+            args, kwargs = map_leaves(_like, args), map_leaves(_like, kwargs)
+            decision = call.state.decide(module, args, kwargs)
+            if decision.built is None:
+                decision.calls += 1
+            else:
+                _check(decision, given_of(args, kwargs)[0])
+                call.decision = decision
+    except KeptError as kept:
+        call.reason = kept.reason
+
+
+def _check(decision: Decision, inputs: Sequence[Tensor]) -> None:
+    """Refuses what is no function of tensors alone.
+
+    Raises:
+        KeptError: says why.
+    """
+    built, reading = decision.built, decision.reading
+    assert built is not None
+    assert reading is not None
+    for op in operations_in(reading):
+        if isinstance(op, (Called, Experts)):
+            path = op.path if isinstance(op, Called) else op.router.path
+            raise KeptError(f"calls '{path}' as it is")
+    returned: list[Any] = []
+    if decision.arrange is not None:
+        map_leaves(returned.append, decision.arrange(..., inputs))
+    if any(isinstance(leaf, Tensor) for leaf in returned):
+        raise KeptError("returns inputs besides what it computes")
+    for alias in built.aliases:
+        if type(parameter := alias.source[alias.source_name]) not in (nn.Parameter, Tensor):
+            raise KeptError(f"has parameters of type {type(parameter).__name__}")
+    if torch.is_grad_enabled() and any(inputs[n].is_floating_point() for n in decision.masks):
+        raise KeptError("adds a mask of numbers, which is not looked at, with gradients enabled")
+
+
+def _like(leaf: Any) -> Any:
+    """A tensor of one's own in place of one that stands in for others."""
+    if isinstance(leaf, Tensor):
+        if type(leaf).__name__ not in ("FakeTensor", "Parameter", "Tensor"):
+            raise KeptError(f"is given a {type(leaf).__name__}")
+        shape = [_hint(size) for size in leaf.shape]
+        stride = [_hint(size) for size in leaf.stride()]
+        made = torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
+        return made.requires_grad_(leaf.requires_grad)
+    if leaf is None or is_scalar(leaf):
+        return leaf
+    raise KeptError(f"is given a {type(leaf).__name__} that varies")
+
+
+def _hint(size: Any) -> int:
+    """A size that the traced call has, and others may have differently."""
+    if type(size) is int:
+        return size
+    hint = size.node.hint
+    if hint is None:
+        raise KeptError("is given tensors of unknown sizes")
+    return int(hint)
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
+    """What runs within it is what eager calls run."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def _name_of(reading: Reading, like: Built, module: nn.Module) -> str:
+    """The name in ``functions`` of the one that computes what was read.
+
+    It goes from arguments and parameters to the output, and holds nothing of the module: all that
+    is read alike has one function.
+    """
+    ones = tuple(op._parameters[own].dtype for op, own in like.ones)  # type: ignore[union-attr]
+    key = reading, ones
+    if key not in _named:
+        name = f"applied_{len(_named)}"
+        setattr(functions, name, _function(build(reading, module)))
+        _named[key] = name
+    return _named[key]
+
+
+def _function(built: Built) -> Callable[..., Any]:
+    places = [(alias.parameters, alias.name) for alias in built.aliases]
+    ones = [((op._parameters, own), op._parameters[own]) for op, own in built.ones]
+    built.forget_module()
+
+    def opfuser_applied(args: Any, kwargs: Any, parameters: Sequence[Tensor]) -> Any:
+        inputs = given_of(args, kwargs)[0]
+        x = inputs[built.input]
+        weights = [torch.ones(w.shape, dtype=w.dtype, device=x.device) for _, w in ones]  # type: ignore[union-attr]
+        own = [*zip(places, parameters), *((place, w) for (place, _), w in zip(ones, weights))]
+        before = [holder[name] for (holder, name), _ in own]
+        try:
+            for (holder, name), value in own:
+                holder[name] = value  # type: ignore[assignment]
+            with compiling():
+                return built(inputs)
+        except OpfuserError as error:
+            call = _now.call
+            if call is None or call.end is None or _output() is None:
+                raise
+            call.reason = f"is refused by opfuser: {str(error).partition('. ')[0]}"
+            return x.view_as(x)
+        finally:
+            for ((holder, name), _), value in zip(own, before):
+                holder[name] = value
+
+    return torch.compiler.allow_in_graph(opfuser_applied)
