@@ -15,8 +15,9 @@ from torch.nn import functional as F
 import opfuser
 from opfuser.applying import report
 from opfuser.reading.kept import KeptError
-from tests.reading.families import model_of, stream
+from tests.reading.families import stream
 from tests.reading.recomputed import Example, assert_recomputed, operations_in, read_of
+from tests.reading.tiny import model_of
 
 from ..reading.test_grammar import example_of
 from .models import assert_equal_steps, inputs_of, llama, paths, step

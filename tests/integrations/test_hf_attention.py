@@ -16,7 +16,7 @@ from opfuser.applying import report
 from opfuser.errors import NotSupportedError
 from opfuser.integrations.hf.attention_function import attention_forward
 from tests.applying.models import IDS, assert_equal_steps, inputs_of, step
-from tests.reading.families import model_of
+from tests.reading.tiny import model_of
 
 transformers = pytest.importorskip("transformers")
 
