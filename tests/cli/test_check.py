@@ -114,7 +114,7 @@ def test_a_lost_fusion_fails_and_says_where_and_why(run: Run, lock: Path) -> Non
 lost: norm_linear (joint) in 2: 1 -> 0
   norm_linear (joint): refused
     pattern: AddExtraInput?, MakeExtraOutput?, RMSNorm|LayerNorm|PointwiseNorm,
-        BasicLinear|BasicMergedLinear, Bias|MergedBias?
+        BasicLinear|BasicMergedLinear|LoRALinear, Bias|MergedBias?
     refused at op 0 (0 MakeExtraOutput): GROUP_SPLIT: torch.nn.Linear stands where
         opfuser.Linear would fit (2)
 """)

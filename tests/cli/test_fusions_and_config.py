@@ -108,7 +108,7 @@ def test_show_says_what_a_fusion_replaces_and_which_settings_hold(run: Run, tmp_
         "[AddExtraInput]",
         "[MakeExtraOutput]",
         "RMSNorm | LayerNorm | PointwiseNorm",
-        "BasicLinear | BasicMergedLinear",
+        "BasicLinear | BasicMergedLinear | LoRALinear",
         "[Bias | MergedBias]",
         "opfuser.fused.norm_linear",
         "nothing",
