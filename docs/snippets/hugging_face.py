@@ -17,14 +17,14 @@ model(tokens, labels=tokens).loss.backward()
 model.config._attn_implementation = "eager"
 # --8<-- [start:report]
 model.eval()(tokens, output_attentions=True)
-first = opfuser.hf.report(model).replaced[0]
-assert first.calls == (("output_attentions is given", 1),)
+first = opfuser.hf.report(model).computed[0]
+assert first.fell_back == (("calls 'self_attn', which has hooks", 1),)
 # --8<-- [end:report]
 
 # --8<-- [start:revert]
 opfuser.hf.revert(model)
 # --8<-- [end:revert]
-assert opfuser.hf.report(model).replaced == ()
+assert opfuser.hf.report(model).computed == ()
 
 # --8<-- [start:loss]
 opfuser.hf.apply(model, fused_loss=True)
