@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
+from torch import nn
 
 import opfuser.hf
 from tests.reading.sweep import Outcome, outcomes_of
@@ -31,12 +32,13 @@ INTRODUCTION = """\
 
 <!-- Written by docs/write_families.py from what the tests read. -->
 
-`opfuser.apply` and [`opfuser.hf.apply`](hugging-face.md) know no names: they read what a module
-computes. This is what they find in a tiny model of each family of transformers {version} that can be
-made so, in evaluation and without a cache: **yes** is computed by opfuser, **part** calls a child that
-is kept, **no** is kept as it is, and blank is not there. What stands inside of a layer that is
-computed is computed with it. *Loss* says whether `fused_loss=True` computes the loss of a causal
-language model without storing its logits. The last column is why the first of these is kept.
+`opfuser.apply` knows no names: it reads what a module computes. This is what it finds in a tiny
+model of each family of transformers {version} that can be made so, in evaluation, with gradients and
+without a cache. **yes** is computed by opfuser, **no** is kept as it is, **part** is some of both, or
+calls a child that is kept, and blank is not there. What stands inside of a layer that is computed
+is computed with it. *Loss* says whether [`opfuser.hf.apply`](hugging-face.md) with
+`fused_loss=True` computes the loss of a causal language model without storing its logits. The last
+column is why the first of these is kept.
 
 {counts}
 
@@ -57,22 +59,30 @@ def row(family: str) -> dict[str, str]:
     Raises:
         Exception: of many kinds, if no tiny model can be made or called.
     """
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
     computed: list[str] = []
-    for outcome in outcomes_of(family):
-        if outcome.whole:
+    outcomes = outcomes_of(family)
+    for outcome in outcomes:
+        kind, state = _kind(outcome), "part" if outcome.reading else "no"
+        if outcome.whole or any(outcome.path.startswith(f"{path}.") for path in computed):
+            state = "yes"
             computed.append(outcome.path)
-        elif any(outcome.path.startswith(f"{path}.") for path in computed):
-            continue
-        found.setdefault(_kind(outcome), []).append(outcome)
-    cells = {kind: _cell(found[kind]) for kind in COLUMNS if kind in found}
+        found.setdefault(kind, []).append(state)
+        if state == "no":
+            reasons.setdefault(kind, outcome.reason.partition(" (")[0])
+    cells = {kind: _joint(found[kind]) for kind in COLUMNS if kind in found}
+    torch_norms = any(isinstance(m, nn.LayerNorm) for o in outcomes for m in _modules(o))
     for kind in ("attention", "MLP", "norms"):
-        if cells.get("layer") == "yes":
+        if cells.get("layer") == "yes" or (kind == "norms" and torch_norms):
             cells.setdefault(kind, "yes")
     cells["loss"] = _loss(family)
-    kept = [o for kind in COLUMNS for o in found.get(kind, ()) if o.reason]
-    cells["reason"] = kept[0].reason if kept else ""
+    cells["reason"] = next((reasons[kind] for kind in COLUMNS if kind in reasons), "")
     return cells
+
+
+def _modules(outcome: Outcome) -> Iterator[nn.Module]:
+    return outcome.example.module.modules()
 
 
 def _kind(outcome: Outcome) -> str:
@@ -83,10 +93,11 @@ def _kind(outcome: Outcome) -> str:
     return kind
 
 
-def _cell(found: list[Outcome]) -> str:
-    if all(outcome.whole for outcome in found):
-        return "yes"
-    return "part" if any(outcome.reading for outcome in found) else "no"
+def _joint(states: list[str]) -> str:
+    """What holds of several modules."""
+    if len(set(states)) == 1:
+        return states[0]
+    return "part"
 
 
 def _loss(family: str) -> str:

@@ -61,7 +61,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     results = list(values_in(dataflow.result))
     results = [v for v in results if v.origin != "input"] or results[:1]
     if len(results) != 1:
-        raise KeptError(f"returns {len(results)} tensors")
+        reason = f"returns {len(results)} tensors"
+        raise KeptError(computed(results[-1], f"{reason}, the last of") if results else reason)
     (result,) = results
     whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
     rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
