@@ -371,14 +371,12 @@ class _Grammar:
             return None
         step = self.merged(found.sources, "queries, keys or values")
         attend: Operation = found.attention
-        once = found.once
+        once: tuple[Node | Call, ...] = found.once
         if found.memory:
             memory = self.memory(found, base)
             number = self.values.dataflow.inputs.index(memory.source)
-            attend, once = (
-                CrossAttention(found.attention, number, memory.operations),
-                once + memory.once,
-            )
+            attend = CrossAttention(found.attention, number, memory.operations)
+            once = once + memory.once
         operations = *found.steps, attend
         return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
 
