@@ -15,7 +15,7 @@ TEST_VERSIONS := $(VERSIONS:%=test-%)
 # Kernels, and what depends on torch most: its compiler, and numbers.
 OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_numerics.py
 
-.PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) check lint format types imports docs bench
+.PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) sweep check lint format types imports docs bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
@@ -27,6 +27,8 @@ help:
 	@echo "             and triton (make test-oldest, make test-newest): downloads gigabytes"
 	@echo "make soak    train in FP8 with each recipe, break off and resume on 1, 2 and 4 processes:"
 	@echo "             an hour or more           ARGS='--recipes delayed --ranks 1 2 --steps 100'"
+	@echo "make sweep   read every family that transformers can make tiny, in fp64 and with mutations, and"
+	@echo "             compare the table of families: an hour    ARGS='llama bart --no-mutants'"
 	@echo "make check   lint, format, types, layers of imports"
 	@echo "make docs    check what pages show, build the site into site/"
 	@echo "make bench   run the benchmarks            ARGS='...' for those on a GPU"
@@ -50,6 +52,11 @@ PYTEST := pytest --numprocesses auto --dist worksteal --durations 20
 
 test: $(READY)
 	$(BIN)/python -m $(PYTEST) $(ARGS)
+
+# A table is of all families; a sweep of some leaves it alone.
+sweep: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.reading.sweep $(ARGS)
+	$(if $(ARGS),,$(BIN)/python docs/write_families.py --check)
 
 test-versions: $(TEST_VERSIONS)
 

@@ -1,6 +1,6 @@
-"""Writes ``docs/families.md``, what opfuser computes of each family of transformers.
+"""Writes ``docs/families.md``, what opfuser computes of families of transformers.
 
-``python docs/write_families.py`` reads a tiny model of every family, as ``make sweep`` does, and
+``python docs/write_families.py`` reads a tiny model of each, as ``make sweep`` does of all, and
 writes the page; with ``--check`` it only says whether that differs.
 """
 
@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
+from torch import nn
 
 import opfuser.hf
 from tests.reading.sweep import Outcome, outcomes_of
-from tests.reading.tiny import causal_model_of, families
+from tests.reading.tiny import causal_model_of
 
 PAGE = Path(__file__).with_name("families.md")
 
@@ -31,16 +32,20 @@ INTRODUCTION = """\
 
 <!-- Written by docs/write_families.py from what the tests read. -->
 
-`opfuser.apply` and [`opfuser.hf.apply`](hugging-face.md) know no names: they read what a module
-computes. This is what they find in a tiny model of each family of transformers {version} that can be
-made so, in evaluation and without a cache: **yes** is computed by opfuser, **part** calls a child that
-is kept, **no** is kept as it is, and blank is not there. What stands inside of a layer that is
-computed is computed with it. *Loss* says whether `fused_loss=True` computes the loss of a causal
-language model without storing its logits. The last column is why the first of these is kept.
+`opfuser.apply` knows no names: it reads what a module computes. This is what it finds in a tiny
+model of some families of transformers {version}, in evaluation, with gradients and without a cache.
+**yes** is computed by opfuser, **no** is kept as it is, **part** is some of both, or calls a child
+that is kept, and blank is not there. What stands inside of a layer that is computed is computed
+with it. *Loss* says whether [`opfuser.hf.apply`](hugging-face.md) with `fused_loss=True` computes
+the loss of a causal language model without storing its logits. The last column is why the first of
+these is kept.
 
 {counts}
 
 """
+FAMILIES = """afmoe albert bart bert bloom cohere deepseek_v3 dinov2 falcon gemma2 gpt2 gpt_neox
+    gpt_oss gptj llama llama4_text marian mixtral nanochat opt persimmon phi qwen2 qwen3 roberta t5 vit
+    whisper""".split()
 COLUMNS = "layer", "attention", "MLP", "experts", "norms", "loss"
 # What a class of modules is, by its name: for the table alone.
 _KINDS = {
@@ -57,22 +62,30 @@ def row(family: str) -> dict[str, str]:
     Raises:
         Exception: of many kinds, if no tiny model can be made or called.
     """
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
     computed: list[str] = []
-    for outcome in outcomes_of(family):
-        if outcome.whole:
+    outcomes = outcomes_of(family)
+    for outcome in outcomes:
+        kind, state = _kind(outcome), "part" if outcome.reading else "no"
+        if outcome.whole or any(outcome.path.startswith(f"{path}.") for path in computed):
+            state = "yes"
             computed.append(outcome.path)
-        elif any(outcome.path.startswith(f"{path}.") for path in computed):
-            continue
-        found.setdefault(_kind(outcome), []).append(outcome)
-    cells = {kind: _cell(found[kind]) for kind in COLUMNS if kind in found}
+        found.setdefault(kind, []).append(state)
+        if state == "no":
+            reasons.setdefault(kind, outcome.reason.partition(" (")[0])
+    cells = {kind: _joint(found[kind]) for kind in COLUMNS if kind in found}
+    torch_norms = any(isinstance(m, nn.LayerNorm) for o in outcomes for m in _modules(o))
     for kind in ("attention", "MLP", "norms"):
-        if cells.get("layer") == "yes":
+        if cells.get("layer") == "yes" or (kind == "norms" and torch_norms):
             cells.setdefault(kind, "yes")
     cells["loss"] = _loss(family)
-    kept = [o for kind in COLUMNS for o in found.get(kind, ()) if o.reason]
-    cells["reason"] = kept[0].reason if kept else ""
+    cells["reason"] = next((reasons[kind] for kind in COLUMNS if kind in reasons), "")
     return cells
+
+
+def _modules(outcome: Outcome) -> Iterator[nn.Module]:
+    return outcome.example.module.modules()
 
 
 def _kind(outcome: Outcome) -> str:
@@ -83,10 +96,11 @@ def _kind(outcome: Outcome) -> str:
     return kind
 
 
-def _cell(found: list[Outcome]) -> str:
-    if all(outcome.whole for outcome in found):
-        return "yes"
-    return "part" if any(outcome.reading for outcome in found) else "no"
+def _joint(states: list[str]) -> str:
+    """What holds of several modules."""
+    if len(set(states)) == 1:
+        return states[0]
+    return "part"
 
 
 def _loss(family: str) -> str:
@@ -120,7 +134,7 @@ def page() -> str:
 
 
 def _rows() -> Iterator[tuple[str, dict[str, str]]]:
-    for family in sorted(families()):
+    for family in sorted(FAMILIES):
         with contextlib.suppress(Exception):
             yield family, row(family)
 

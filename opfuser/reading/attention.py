@@ -182,14 +182,14 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     scores, name = _unshifted(values, args[0]), None
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
-    masks: list[Value] = []
+    summed: list[Value] = []
     op, args = values.term(scores)
     while op == "add" and isinstance(args[1], Value):
         scores, mask = args if _is_input(values, args[1]) else args[::-1]
-        masks.insert(0, mask)
+        summed.insert(0, mask)
         op, args = values.term(scores)
     core = _scores_of(values, scores)
-    return replace(core, v=u, dropout_p=p, masks=tuple(masks), sinks=name)
+    return replace(core, v=u, dropout_p=p, masks=tuple(summed), sinks=name)
 
 
 def _unshifted(values: Values, scores: Value) -> Value:
@@ -198,7 +198,8 @@ def _unshifted(values: Values, scores: Value) -> Value:
     if op == "sub" and isinstance(args[1], Value):
         shift = args[1]
         op, of = values.term(shift)
-        if op == "max" and of[1:] == (-1, True) and shift is shift.node.results[0]:
+        first = shift.node is not None and shift is shift.node.results[0]
+        if op == "max" and of[1:] == (-1, True) and first:
             return args[0] if values.peel(of[0]) is values.peel(args[0]) else scores
     return scores
 

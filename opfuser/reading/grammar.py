@@ -66,7 +66,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     results = list(values_in(dataflow.result))
     results = [v for v in results if v.origin != "input"] or results[:1]
     if len(results) != 1:
-        raise KeptError(f"returns {len(results)} tensors")
+        reason = f"returns {len(results)} tensors"
+        raise KeptError(computed(results[-1], f"{reason}, the last of") if results else reason)
     (result,) = results
     settle_writes(dataflow)
     whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
@@ -401,14 +402,12 @@ class _Grammar:
             return None
         step = self.merged(found.sources, "queries, keys or values")
         attend: Operation = found.attention
-        once = found.once
+        once: tuple[Node | Call, ...] = found.once
         if found.memory:
             memory = self.memory(found, base)
             number = self.values.dataflow.inputs.index(memory.source)
-            attend, once = (
-                CrossAttention(found.attention, number, memory.operations),
-                once + memory.once,
-            )
+            attend = CrossAttention(found.attention, number, memory.operations)
+            once = once + memory.once
         operations = *found.steps, attend
         return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
 

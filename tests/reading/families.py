@@ -133,6 +133,28 @@ class TimmBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class GatedCrossBlock(nn.Module):
+    """Attention to another input by turned and normalised queries, with sinks and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.gate, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.kv = nn.Linear(WIDTH, 2 * WIDTH)
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (4, 8)).transpose(1, 2)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        h = F.layer_norm(x, (WIDTH,))
+        k, v = self.kv(F.rms_norm(memory, (WIDTH,), None, 1e-5)).chunk(2, -1)
+        scores = self.heads(self.q(h)) @ self.heads(k).mT * 0.3 + mask
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        y = (weights @ self.heads(v)).transpose(1, 2).flatten(2)
+        return x + self.out(y * torch.sigmoid(self.gate(h)))
+
+
 def own_blocks() -> dict[str, Example]:
     """Blocks that people write themselves, and calls of them."""
     angles = torch.randn(LENGTH, 4, dtype=torch.float64)
@@ -141,7 +163,8 @@ def own_blocks() -> dict[str, Example]:
     padding = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
     padding[0, -2:] = -math.inf
     torch_layer = nn.TransformerEncoderLayer
-    x = stream().requires_grad_()
+    x, memory = stream().requires_grad_(), stream(BATCH, 9, WIDTH).requires_grad_()
+    bias = torch.randn(BATCH, 1, LENGTH, 9, dtype=torch.float64)
     feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.SiLU(), nn.Linear(48, WIDTH))
     first: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
     return {
@@ -151,6 +174,7 @@ def own_blocks() -> dict[str, Example]:
             "llama2.c": Example(Llama2cBlock(), (x, angles.cos(), angles.sin())),
             "Meta's Llama": Example(ComplexBlock(), (x, complex_angles, angles)),
             "timm": Example(TimmBlock(), (x,)),
+            "cross": Example(GatedCrossBlock(), (x, memory, bias)),
             "Sequential": Example(feed, (x,)),
             "RMSNorm": Example(nn.RMSNorm(WIDTH), (x,)),
             "encoder layer": Example(torch_layer(WIDTH, 4, 48, 0.0), (x,)),

@@ -16,7 +16,7 @@ from .tiny import WIDTH, model_of
 BLOCKS = own_blocks()
 
 
-@pytest.mark.parametrize("name", ["nanoGPT", "llama2.c", "timm", "encoder layer"])
+@pytest.mark.parametrize("name", ["nanoGPT", "llama2.c", "timm", "cross", "encoder layer"])
 def test_no_operation_is_overlooked(name: str) -> None:
     assert outcomes(BLOCKS[name], 1e-9)["recomputed"] > 0
 
