@@ -18,6 +18,7 @@ import opfuser
 from opfuser.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from opfuser.testing import assert_fused
 from tests.integrations.results import close, results
+from tests.reading.families import own_blocks
 
 F64 = torch.float64
 WIDTH, HEADS, BATCH, LENGTH = 8, 2, 3, 5
@@ -351,6 +352,23 @@ def test_other_arguments_than_those_of_the_example_are_refused() -> None:
     for args, kwargs in wrong:
         with pytest.raises(ArgumentError, match="called with arguments of the structure of its ex"):
             ours(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "timm", "llama2.c", "Meta's Llama"])
+def test_blocks_that_people_write(name: str) -> None:
+    """Of which the last two are given tables of rotary positions."""
+    module, size = own_blocks()[name].module, own_blocks()[name].args[0].shape[-1]
+    x = torch.randn(11, 13, size, dtype=F64, requires_grad=True)
+    angles = torch.randn(13, 4, dtype=F64)
+    tables = {
+        "llama2.c": (angles.cos(), angles.sin()),
+        "Meta's Llama": (torch.polar(torch.ones_like(angles), angles), angles),
+    }.get(name, ())
+    ours = opfuser.from_torch(module, example=(x, *tables) if tables else None)
+    for training in (True, False):
+        same(module.train(training), ours.train(training), x, *tables)
+    fewer = x[:5, :9].detach().requires_grad_()
+    same(module, ours, fewer, *(t[:9] for t in tables))
 
 
 class Masked(Computes):
