@@ -85,6 +85,7 @@ class Built:
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
         self._module = module
+        self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self._ones: list[nn.Module] = []
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
@@ -245,6 +246,8 @@ class Built:
             v_head_dim=None if heads.value_size == heads.size else heads.value_size,
         )
         if op.masks:
+            if self._of_numbers:  # which have not the dtype that masks are made in
+                raise KeptError("masks attention, and is given numbers of rows of a table")
             self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))

@@ -189,6 +189,19 @@ def test_a_table_and_a_head_that_is_tied_to_it() -> None:
             opfuser.from_torch(nn.Embedding(3, 3, **options))
 
 
+def test_masks_are_not_made_in_the_dtype_of_numbers_of_rows() -> None:
+    class Model(Computes):
+        def forward(self, ids: Tensor, padding: Tensor | None = None) -> Any:
+            return layer(table(ids), src_key_padding_mask=padding)
+
+    module = Model(lambda m, x: x)
+    module.table, module.layer = table, layer = nn.Embedding(9, WIDTH), encoder_layer()
+    ids = torch.randint(0, 9, (BATCH, LENGTH))
+    assert torch.allclose(opfuser.from_torch(module)(ids), module(ids), atol=1e-5)
+    with pytest.raises(NotSupportedError, match="masks attention, and is given numbers of rows"):
+        opfuser.from_torch(module, example=(ids, PADDING))
+
+
 def test_names_are_those_of_layers() -> None:
     """And of what has no parameters, or those of several children, numbers that are free."""
     layers = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.GELU(), nn.Linear(8, 8))
