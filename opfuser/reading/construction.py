@@ -107,6 +107,7 @@ class Built:
         self.memories: list[Memory] = []
         self.ones: list[tuple[nn.Module, str]] = []
         self._module: Any = module
+        self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
@@ -357,6 +358,8 @@ class Built:
         )
         self.alias(made, "sinks", op.sinks)
         if op.masks:
+            if self._of_numbers:  # which have not the dtype that masks are made in
+                raise KeptError("masks attention, and is given numbers of rows of a table")
             self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))

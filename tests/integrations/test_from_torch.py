@@ -18,6 +18,7 @@ import opfuser
 from opfuser.errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from opfuser.testing import assert_fused
 from tests.integrations.results import close, results
+from tests.reading.families import own_blocks
 
 F64 = torch.float64
 WIDTH, HEADS, BATCH, LENGTH = 8, 2, 3, 5
@@ -188,6 +189,19 @@ def test_a_table_and_a_head_that_is_tied_to_it() -> None:
             opfuser.from_torch(nn.Embedding(3, 3, **options))
 
 
+def test_masks_are_not_made_in_the_dtype_of_numbers_of_rows() -> None:
+    class Model(Computes):
+        def forward(self, ids: Tensor, padding: Tensor | None = None) -> Any:
+            return layer(table(ids), src_key_padding_mask=padding)
+
+    module = Model(lambda m, x: x)
+    module.table, module.layer = table, layer = nn.Embedding(9, WIDTH), encoder_layer()
+    ids = torch.randint(0, 9, (BATCH, LENGTH))
+    assert torch.allclose(opfuser.from_torch(module)(ids), module(ids), atol=1e-5)
+    with pytest.raises(NotSupportedError, match="masks attention, and is given numbers of rows"):
+        opfuser.from_torch(module, example=(ids, PADDING))
+
+
 def test_names_are_those_of_layers() -> None:
     """And of what has no parameters, or those of several children, numbers that are free."""
     layers = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.GELU(), nn.Linear(8, 8))
@@ -351,6 +365,23 @@ def test_other_arguments_than_those_of_the_example_are_refused() -> None:
     for args, kwargs in wrong:
         with pytest.raises(ArgumentError, match="called with arguments of the structure of its ex"):
             ours(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "timm", "llama2.c", "Meta's Llama"])
+def test_blocks_that_people_write(name: str) -> None:
+    """Of which the last two are given tables of rotary positions."""
+    module, size = own_blocks()[name].module, own_blocks()[name].args[0].shape[-1]
+    x = torch.randn(11, 13, size, dtype=F64, requires_grad=True)
+    angles = torch.randn(13, 4, dtype=F64)
+    tables = {
+        "llama2.c": (angles.cos(), angles.sin()),
+        "Meta's Llama": (torch.polar(torch.ones_like(angles), angles), angles),
+    }.get(name, ())
+    ours = opfuser.from_torch(module, example=(x, *tables) if tables else None)
+    for training in (True, False):
+        same(module.train(training), ours.train(training), x, *tables)
+    fewer = x[:5, :9].detach().requires_grad_()
+    same(module, ours, fewer, *(t[:9] for t in tables))
 
 
 class Masked(Computes):
