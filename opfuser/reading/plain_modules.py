@@ -13,7 +13,7 @@ __all__ = ["Child", "ColumnScale", "LayerCache", "Reorder", "Transpose"]
 
 
 class Child(nn.Module):
-    """A child that is called as it is, and returns a tensor of rows as its forward has in the trace.
+    """A child that is called as it is, and returns rows of as many features as in the trace.
 
     Hooks, and subclasses of tensors, may make something else of that.
 
@@ -29,7 +29,7 @@ class Child(nn.Module):
         """What the child returns."""
         y = self.child(x)
         if type(y) is not Tensor or y.shape != (*x.shape[:-1], self.features):
-            got = f"{type(y).__name__} of {tuple(y.shape)}" if isinstance(y, Tensor) else type(y)
+            got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
             raise NotSupportedError(
                 explain(
                     "A child with hooks or tensors of its own returns what its forward would",
