@@ -261,8 +261,8 @@ class Application:
             raise NotNowError(FILLS_A_CACHE)
         found = _Read(traced)
         before = self._read_before[type(module)]
-        kept = (one for one in before if one.trace.reads.current_but_parameters())
-        before[:] = [*kept, found][-_TRACES:]
+        current = (one for one in before if one.trace.reads.current_but_parameters())
+        before[:] = [*current, found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow)
             autocast = autocast_dtype(device_of(module, args, kwargs))

@@ -146,7 +146,7 @@ class Child(nn.Module):
             y = [*_tensors_in(y), *[None] * self.number][self.number]
             y = y.reshape(shape) if y is not None and y.numel() == math.prod(shape) else y
         if type(y) is not Tensor or y.shape != shape:
-            got = f"{type(y).__name__} of {tuple(y.shape)}" if isinstance(y, Tensor) else type(y)
+            got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
             raise NotSupportedError(
                 explain(
                     "A child with hooks or tensors of its own returns what its forward would",

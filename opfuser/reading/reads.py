@@ -47,7 +47,7 @@ SHAPE: Callable[[Tensor], torch.Size] = Tensor.shape.__get__  # type: ignore[att
 _VERSION: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 CELL: Callable[[CellType], Any] = CellType.cell_contents.__get__
 CODE: Callable[[FunctionType], Any] = FunctionType.__code__.__get__  # type: ignore[attr-defined]
-DEFAULTS: Callable[[FunctionType], Any] = FunctionType.__defaults__.__get__  # type: ignore[attr-defined]
+DEFAULTS: Callable[[FunctionType], Any] = vars(FunctionType)["__defaults__"].__get__
 
 # A dict, a key of it, and what was there.
 Row = tuple[dict[str, Any], str, Any]

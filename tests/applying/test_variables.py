@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import opfuser
 from opfuser.applying import report
+from opfuser.errors import NotSupportedError
 
 from .models import assert_equal_steps, nano_gpt, paths
 from .models import step as step_of_model
@@ -280,6 +281,18 @@ def test_wrappers_of_devices_are_not_traced() -> None:
         kept[""] == kept["0"] == "runs torch.nn.parallel.data_parallel, which coordinates devices"
     )
     assert paths(report(model)) == ["0.module"]
+
+
+def test_a_hook_that_returns_another_shape_in_a_later_call() -> None:
+    block, parts = blocks()[0], False
+    block.up.register_forward_hook(lambda m, args, y: y[:1] if parts else y)
+    opfuser.apply(block)
+    torch.testing.assert_close(block(X), blocks()[0](X))
+    assert paths(report(block)) == [""]
+    parts = True
+    received = r"Received: Tensor of \(1, 7, 32\) for an input of \(2, 7, 32\)"
+    with pytest.raises(NotSupportedError, match=rf"A child with hooks or tensors.*{received}"):
+        block(X)
 
 
 def test_parameters_without_entries_are_named() -> None:
