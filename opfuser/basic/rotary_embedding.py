@@ -347,7 +347,9 @@ class RotaryEmbedding(BasicOperation):
             invariant = f"The input must be floating point, (batch, sequence, {features})"
         elif positions is not None and positions.is_floating_point():
             shape, pairs = input_.shape, settings.angles.size // 2
-            if tuple(positions.shape) not in [(2, n, pairs) for n in (shape[1], shape[0] * shape[1])]:
+            if tuple(positions.shape) not in [
+                (2, n, pairs) for n in (shape[1], shape[0] * shape[1])
+            ]:
                 invariant = (
                     f"tables must be (2, sequence, {pairs}) or (2, batch * sequence, {pairs})"
                 )
