@@ -46,7 +46,9 @@ def apply(
 
     The model keeps its modules, parameters, hooks and ``state_dict``. Results are those of the
     model up to rounding; masks of dropout are others. Gradients do not flow into keys and values
-    that a cache returns. Under ``torch.compile`` the forwards of the classes run.
+    that a cache returns. Under ``torch.compile`` a sequence is one function of the graph, which
+    is traced again when that of the plain model would be, and each trace counts as a call.
+    ``torch.export`` has the forwards of the classes.
 
     Args:
         model: any module.

@@ -72,7 +72,9 @@ class _Call:
     def is_open(self, state: CompiledCalls) -> bool:
         """Whether what is being traced is this call of a module, after no graph break."""
         output = _output()
-        return self.state is state and self.output() is output and output.graph is self.graph
+        if output is None or self.state is not state:
+            return False
+        return self.output() is output and output.graph is self.graph
 
 
 class _Now(threading.local):
@@ -84,7 +86,7 @@ _now = _Now()
 
 def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     """What a call of a module returns, for Dynamo to trace."""
-    state = module.__dict__.get("_opfuser_applied")
+    state = getattr(module, "_opfuser_applied", None)
     if state is None or not state.opens() or not torch.compiler.is_dynamo_compiling():
         return type(module).forward(module, *args, **kwargs)
     if not _is_simple(args) or not _is_simple(kwargs):
@@ -113,9 +115,9 @@ def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
 def _is_simple(tree: Any) -> bool:
     """Whether arguments are tensors and constants, which a graph has as arguments of a function."""
     if isinstance(tree, (tuple, list)):
-        return all([_is_simple(part) for part in tree])
+        return all(map(_is_simple, tree))
     if isinstance(tree, dict):
-        return all([_is_simple(part) for part in tree.values()])
+        return all(map(_is_simple, tree.values()))
     return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype))
 
 
@@ -214,9 +216,10 @@ class CompiledCalls:
             (tuple(names[id(a.source)].split(".")) if names[id(a.source)] else (), a.source_name)
             for a in decision.built.aliases
         )
-        arrangement = (
-            ... if decision.arrange is None else _arrangement_of(decision.arrange(..., ()))
-        )
+        arrangement: Any = ...
+        if decision.arrange is not None:
+            mark: Any = ...
+            arrangement = _arrangement_of(decision.arrange(mark, ()))
         return _name_of(decision.reading, decision.built, module), places, arrangement
 
     def computes(self) -> bool:
@@ -242,9 +245,10 @@ class CompiledCalls:
                 stacklevel=2,
             )
 
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    for _method in (opens, notes_foreign, begins, ends, computes):
-        _method._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+for _name in ("opens", "notes_foreign", "begins", "ends", "computes"):
+    vars(CompiledCalls)[_name]._dynamo_marked_constant = True
 
 
 def _output() -> Any:
@@ -384,7 +388,7 @@ def _function(built: Built) -> Callable[..., Any]:
         before = [holder[name] for (holder, name), _ in own]
         try:
             for (holder, name), value in own:
-                holder[name] = value  # type: ignore[assignment]
+                holder[name] = value
             with compiling():
                 return built(inputs)
         except OpfuserError as error:
@@ -397,4 +401,5 @@ def _function(built: Built) -> Callable[..., Any]:
             for ((holder, name), _), value in zip(own, before):
                 holder[name] = value
 
-    return torch.compiler.allow_in_graph(opfuser_applied)
+    torch.compiler.allow_in_graph(opfuser_applied)
+    return opfuser_applied

@@ -22,7 +22,7 @@ from ..reading.construction import build
 from ..reading.dataflow import Value, values_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError
-from ..reading.operations import Attention, Called, Dropout, Reading
+from ..reading.operations import Attention, Called, CrossAttention, Dropout, Reading
 from ..reading.tracer import Trace, trace
 from ..sequential import Sequential
 from .example_calls import (
@@ -220,6 +220,8 @@ def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
     check_modes(flow, reading)
     if any(isinstance(op, Attention) and op.cache is not None for op in operations_in(reading)):
         raise KeptError("extends a cache of keys and values")
+    if any(isinstance(op, CrossAttention) for op in operations_in(reading)):
+        raise KeptError("attends to another input, which no operation of a sequence projects")
     if for_all_sizes:
         _check_sizes(traced, reading)
     return reading

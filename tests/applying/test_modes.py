@@ -251,26 +251,3 @@ def test_threads_call_one_model() -> None:
     assert len(got) == len(threads)
     for y in got:
         torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("build", [nano_gpt, llama])
-def test_torch_compile_traces_the_forwards_of_the_classes(build: Any) -> None:
-    model, plain = build(), build()
-    opfuser.apply(model)
-    graphs: list[list[int]] = [[], []]
-    steps = []
-    for m, seen in zip((model, plain), graphs):
-        torch.compiler.reset()
-
-        def backend(graph: Any, inputs: Any, seen: list[int] = seen) -> Any:
-            seen.append(len(graph.graph.nodes))
-            return graph
-
-        steps.append(step(m, torch.compile(m, backend=backend, fullgraph=True)))
-    assert_equal_steps(*steps, rtol=0)
-    assert graphs[0] == graphs[1]
-    reasons = {entry.path: entry.reason for entry in report(model).kept}
-    first = "blocks.0" if build is nano_gpt else "layers.0"
-    assert reasons[first] == "torch.compile traces the forward of its class"
-    step(model)
-    assert first in paths(report(model))
