@@ -44,8 +44,8 @@ these is kept.
 
 """
 FAMILIES = """afmoe albert bart bert bloom cohere deepseek_v3 dinov2 falcon gemma2 gpt2 gpt_neox
-    gpt_oss gptj llama llama4_text marian mixtral nanochat opt persimmon phi qwen2 qwen3 roberta t5 vit
-    whisper""".split()
+    gpt_oss gptj llama llama4_text marian mixtral nanochat opt persimmon phi qwen2 qwen3 roberta t5
+    vit whisper""".split()
 COLUMNS = "layer", "attention", "MLP", "experts", "norms", "loss"
 # What a class of modules is, by its name: for the table alone.
 _KINDS = {
