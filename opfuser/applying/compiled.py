@@ -315,7 +315,8 @@ def _check(decision: Decision, inputs: Sequence[Tensor]) -> None:
             raise KeptError(f"calls '{path}' as it is")
     returned: list[Any] = []
     if decision.arrange is not None:
-        map_leaves(returned.append, decision.arrange(..., inputs))
+        mark: Any = ...
+        map_leaves(returned.append, decision.arrange(mark, inputs))
     if any(isinstance(leaf, Tensor) for leaf in returned):
         raise KeptError("returns inputs besides what it computes")
     for alias in built.aliases:

@@ -485,7 +485,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "operation": (lambda: Computes(lambda m, x: m.square(x).cos()), "computes cos"),
     "nothing else": (lambda: nn.Sequential(nn.Hardswish()), "computes hardswish in '0'"),
     "leaf": (nn.Hardswish, "computes hardswish"),
-    "two results": (lambda: Computes(lambda m, x: (m.up(x), x)), "returns 2 tensors"),
+    "two results": (lambda: Computes(lambda m, x: (m.up(x), x)), "returns a tuple"),
     "hook": (hooked, "carries hooks or a forward of its own"),
     "forward": (wrapped, "carries hooks or a forward of its own"),
     "call": (with_call_of_its_own, "has '_call_impl' replaced in '0'"),
