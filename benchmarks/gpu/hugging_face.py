@@ -23,7 +23,7 @@ from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row, Within
 from opfuser import hf
 
-MODES = ("default",)
+MODES = ("default", "opfuser")
 # What transformers calls the sizes of a decoder.
 NAMES = {
     "vocab_size": "vocab_size",
