@@ -21,7 +21,7 @@ from opfuser.applying import report
 from opfuser.errors import InputError
 from opfuser.reading.construction import Built
 
-from ..reading.families import model_of
+from ..reading.tiny import model_of
 from .models import (
     IDS,
     MODELS,
