@@ -96,7 +96,7 @@ def by_liger(source: nn.Module) -> Function:
     It also sets names in the module of all Llamas, such as the function of rotary embeddings, which
     torch.compile cannot trace. They hold during its own calls, so that the others are untouched.
     """
-    inside = next(m for m in source.modules() if hasattr(m, "lm_head"))
+    inside = next(m for m in source.modules() if "lm_head" in m._modules)
     names = vars(importlib.import_module(type(inside).__module__))
     untouched = dict(names)
     patched: dict[str, Any] = {}

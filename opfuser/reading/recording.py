@@ -79,7 +79,7 @@ class Recording:
         self._used: set[tuple[int, str]] = set()  # numbers of layers that were used
         self._seen: dict[tuple[int, int], types.CodeType] = {}
         self._function: types.FrameType | None = None
-        self._importing: types.FrameType | None = None
+        self._apart: types.FrameType | None = None
         registry = _class("transformers.utils.generic", "GeneralInterface")
         self._configuration = _class("transformers.configuration_utils", "PreTrainedConfig")
         opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
@@ -221,9 +221,9 @@ class Recording:
                 self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
             return
         code, around = frame.f_code, frame.f_globals
-        if self._importing is None and code is _IMPORT:
-            self._importing = frame
-        if self._importing is not None:  # a module for the first time, which is no part of it
+        if self._apart is None and (code is _IMPORT or id(code) in self.observed.cached):
+            self._apart = frame
+        if self._apart is not None:  # runs once in the process, whatever it reads
             return
         if (watched := self._watched.get(id(code))) is not None:
             watched(frame)
@@ -259,8 +259,8 @@ class Recording:
         cache = self.observed.cached.get(id(frame.f_code))
         if cache is not None and not is_scalar(result):
             self.observed.kept_results.add(cache)
-        if frame is self._importing:
-            self._importing = None
+        if frame is self._apart:
+            self._apart = None
         elif frame is self._function:
             self._function = None
             torch._C._set_grad_enabled(True)

@@ -91,6 +91,16 @@ class Pair:
             change(m)
 
 
+@pytest.mark.gpu
+def test_masks_are_left_to_the_kernel_of_torch_on_a_gpu() -> None:
+    model = small_llama(1).cuda().bfloat16()
+    opfuser.apply(model)
+    tokens = torch.ones(2, 8, dtype=torch.long, device="cuda")
+    with pytest.warns(UserWarning, match="faster kernel on a GPU"):
+        torch.compile(model, backend="eager")(input_ids=tokens, use_cache=False)
+    assert any("faster kernel" in reason for k in report(model).kept for reason, _ in k.fell_back)
+
+
 NO_CACHE = {"use_cache": False}
 NANO = WHOLE["nanoGPT"]
 

@@ -140,7 +140,7 @@ def test_a_cache_in_training_is_filled() -> None:
         each(more, past_key_values=cache).logits for each, cache in zip((model, untouched), kept)
     )
     assert_close(got, want, 1e-5)
-    assert calls(model) == {"reads keys of other calls, with gradients enabled": 4}
+    assert calls(model) == {"reads keys of other calls, with gradients enabled": 2}
     with pytest.raises(NotSupportedError, match="Pass use_cache=False"):
         got.sum().backward()
 
@@ -300,9 +300,9 @@ def _with_noise(model: Any) -> None:
 
 REFUSALS = {
     "another norm": (_with_scaled, "computes div in 'input_layernorm'"),
-    "another activation": (_with_cubed, "computes mul in 'mlp'"),
+    "another activation": (_with_cubed, "'mlp.act_fn', \"computes pow in 'mlp.act_fn'\""),
     "noise": (_with_noise, "computes mul in 'mlp'"),
-    "another forward": (_wrapped, "has a forward of its own, which something else has set"),
+    "another forward": (_wrapped, "has a forward of its own, functools.partial"),
 }
 
 
@@ -600,7 +600,7 @@ def test_children_that_are_replaced_later_count() -> None:
         each.model.layers[1].mlp.act_fn = _Cubed()
     assert_same(step(model, **batch), step(untouched, **batch))
     assert calls(model) == {}
-    assert "computes mul in 'mlp'" in str(opfuser.hf.report(model))
+    assert "computes pow in 'mlp.act_fn'" in str(opfuser.hf.report(model))
     for each in (model, untouched):
         each.model.layers[0].self_attn.scaling = 2.0
         each.model.layers[0].input_layernorm.variance_epsilon = 0.5
@@ -661,12 +661,14 @@ def test_nothing_random_is_disturbed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_compiled_models_take_the_untouched_forwards() -> None:
+def test_compiled_layers_with_a_cache_take_the_untouched_forwards() -> None:
     model, untouched, _ = pair("llama")
     batch = batch_of("llama")
     torch.compiler.reset()  # Dynamo counts what other tests compiled
     compiled = torch.compile(model, backend="aot_eager")
-    assert_close(compiled(**batch).logits, untouched(**batch).logits, 1e-5)
+    with pytest.warns(UserWarning, match="The first one is given a cache or other objects"):
+        found = compiled(**batch, use_cache=True).logits
+    assert_close(found, untouched(**batch).logits, 1e-5)
 
 
 @pytest.mark.gpu
