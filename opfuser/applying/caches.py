@@ -23,14 +23,19 @@ class WithoutGradients:
     """
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
+        self.cache = cache
+
+    def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the cache is to keep them."""
+        with torch.enable_grad():
+            leaf = k.new_zeros((), requires_grad=True)
+            keep: Any = _Kept.apply
+            return keep(k.detach(), leaf), keep(v.detach(), leaf)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Appends keys and values to a layer, and returns all, as constants."""
         with torch.enable_grad():
-            leaf = k.new_zeros((), requires_grad=True)
-            keep: Any = _Kept.apply
-            keys, values = self._cache.update(keep(k.detach(), leaf), keep(v.detach(), leaf), layer)
+            keys, values = self.cache.update(*self.kept(k, v), layer)
         return keys.detach(), values.detach()
 
 

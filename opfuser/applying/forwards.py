@@ -295,7 +295,9 @@ def _reason_outside() -> str:
     if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"
     for number in range(torch._C._len_torch_function_stack()):
-        if type(torch._C._get_function_stack_at(number)) is not DeviceContext:
+        mode = type(torch._C._get_function_stack_at(number))
+        # Those of opfuser, such as that of the audit, are told of what sequences do.
+        if mode is not DeviceContext and not mode.__module__.startswith("opfuser."):
             return "a TorchFunctionMode is on"
     if forward_ad._current_level >= 0:
         return "forward-mode derivatives are computed"

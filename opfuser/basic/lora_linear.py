@@ -368,13 +368,13 @@ class LoRALinear(BasicOperation):
         for n, (name, bias) in enumerate(zip(self._weights, self._biases)):
             w, b = getattr(self, name), getattr(self, bias)
             x = input_.to(w.dtype)
-            y = F.linear(x, w.t() if self.weight_transposed else w, b)
-            out = y
+            y = x @ (w if self.weight_transposed else w.t())
+            out = y = y if b is None else y + b
             for adapter in (a for _, a in active if a.output == n):
                 a, b = (getattr(self, each) for each in names_of(adapter))
                 wide = torch.promote_types(torch.promote_types(x.dtype, a.dtype), b.dtype)
                 u = F.dropout(x.to(wide), adapter.dropout)
-                out = out + F.linear(F.linear(u, a.to(wide)), b.to(wide)) * adapter.scale
+                out = out + u @ a.to(wide).t() @ b.to(wide).t() * adapter.scale
             parts.append(out.to(y.dtype))
         return torch.cat(parts, -1)
 

@@ -87,7 +87,7 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
         _check(module)
         call = _made(module) if example is None else given_call(module, example)
         reading = _read_in_all_modes(module, call)
-        built = build(reading, module)
+        built = build(reading, module, checks=False)
     except KeptError as kept:
         raise NotSupportedError(
             explain(

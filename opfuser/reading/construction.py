@@ -99,7 +99,7 @@ class Built:
         ones: norms that have no weight, and the names of those of their own.
     """
 
-    def __init__(self, reading: read.Reading, module: nn.Module) -> None:
+    def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:
         self.input = reading.input
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
@@ -107,6 +107,7 @@ class Built:
         self.memories: list[Memory] = []
         self.ones: list[tuple[nn.Module, str]] = []
         self._module: Any = module
+        self._checks = checks
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
@@ -227,7 +228,8 @@ class Built:
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
         plain = all(is_plain(p) or is_dtensor(p) for p in child.parameters())
-        if op.item is None and plain and not is_hooked(child) and not isinstance(child, nn.Linear):
+        plain = plain and not is_hooked(child) and not isinstance(child, nn.Linear)
+        if op.item is None and (plain or not self._checks):
             return [child]
         return [Child(child, op.out_features, op.item)]
 
@@ -440,13 +442,19 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
 }
 
 
-def build(reading: read.Reading, module: nn.Module) -> Built:
+def build(reading: read.Reading, module: nn.Module, *, checks: bool = True) -> Built:
     """The sequence for what was read of a module.
+
+    Args:
+        reading: what was read.
+        module: whose parameters and children it has.
+        checks: whether children that are called are asked for what they returned in the trace,
+            also where hooks or subclasses of tensors may make something else of it.
 
     Raises:
         KeptError: opfuser has no operation for a part of it.
     """
-    return Built(reading, module)
+    return Built(reading, module, checks=checks)
 
 
 def _clamps(op: read.Gated) -> dict[str, Any]:

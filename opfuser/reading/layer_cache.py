@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention.cache import (
@@ -26,7 +27,7 @@ class LayerCache(StoresLast):
     """The keys and values of one layer.
 
     Attributes:
-        cache: of all layers.
+        cache: of all layers; or what has it as ``cache``, and makes what it keeps by ``kept``.
         layer: its number.
         causal: whether query i sees the keys up to i: then no others than the first are seen, and
             what the cache has besides is room for later ones.
@@ -43,8 +44,13 @@ class LayerCache(StoresLast):
         as they do in transformers.
         """
         layer, length = self._replacing, k.shape[2]
-        if layer is not None:
+        kept = getattr(self.cache, "kept", None)
+        if layer is not None and kept is None:
             more = extended_copy(layer, k, v)
+        elif layer is not None and kept is not None:
+            with torch.enable_grad():
+                more = extended_copy(layer, *kept(k, v))
+            more = more._replace(keys=more.keys.detach(), values=more.values.detach())
         else:
             keys, values = self.cache.update(k, v, self.layer)
             more = Extended(keys, values, None)
@@ -61,7 +67,7 @@ class LayerCache(StoresLast):
     @functools.cached_property
     def _replacing(self) -> Any | None:
         """Returns the layer if its ``update`` replaces its tensors and is all that happens."""
-        cache, number = self.cache, self.layer
+        cache, number = getattr(self.cache, "cache", self.cache), self.layer
         layers = getattr(cache, "layers", None)
         if layers is None or not is_of_transformers(cache) or getattr(cache, "offloading", False):
             return None
