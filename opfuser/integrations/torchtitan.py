@@ -36,9 +36,6 @@ from opfuser import (
 )
 from opfuser.change_tracking import has_hooks
 
-from .hf.leaves import share
-from .hf.reading import Reader
-
 __all__ = ["FusedFeedForward", "FusedTransformerBlock", "feed_forward", "transformer_block"]
 
 _logger = logging.getLogger("opfuser")
@@ -46,12 +43,43 @@ _logger = logging.getLogger("opfuser")
 _KINDS = FeedForward, FusedQKVLinear, GQAttention, QKVLinear, TitanLinear, TitanRMSNorm
 
 
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+
+
+class _Read:
+    """What modules are, and whether they are as they were: compared at every call, in C."""
+
+    def __init__(self) -> None:
+        self._children: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._inner: list[tuple[nn.Module, list[Any]]] = []
+
+    def children(self, module: nn.Module) -> None:
+        """Remembers the children of a module."""
+        self._children.append((module, dict(module._modules)))
+
+    def inner(self, module: nn.Module) -> None:
+        """Remembers the type, the hooks, the forward and the parameters of a module inside."""
+        self._inner.append((module, _facts(module)))
+
+    def is_current(self) -> bool:
+        """Whether all is as it was read."""
+        return all(m._modules == before for m, before in self._children) and all(
+            _facts(m) == before for m, before in self._inner
+        )
+
+
+def _facts(module: nn.Module) -> list[Any]:
+    present = [name for name, p in module._parameters.items() if p is not None]
+    hooks = [len(getattr(module, name)) for name in _HOOKS]
+    return [type(module), module.__dict__.get("forward"), hooks, present]
+
+
 class _Built(NamedTuple):
     """The sequences of a module, or why there are none, and what both were found from."""
 
     sequences: tuple[Sequential, ...]
     why: str
-    read: Reader
+    read: _Read
 
 
 class _Fused:
@@ -83,7 +111,7 @@ class _Fused:
         return () if isinstance(x, DTensor) else built.sequences
 
     def _build(self) -> _Built:
-        read = Reader()
+        read = _Read()
         why = _refusal(read, self)  # type: ignore[arg-type]
         if self.__dict__.get("_sharded"):
             why = "tensor and context parallelism are torchtitan's"
@@ -93,7 +121,7 @@ class _Fused:
         raise NotImplementedError
 
 
-def _refusal(read: Reader, root: nn.Module) -> str:
+def _refusal(read: _Read, root: nn.Module) -> str:
     """Why a module inside has to be called as it is; empty if the operations say all it does."""
     for path, module in root.named_modules():
         read.children(module)
@@ -115,10 +143,17 @@ def _by_itself(path: str) -> bool:
     return len(names) > 1 and names[1] in ("inner_attention", "k_norm", "q_norm", "rope")
 
 
+def _share(op: nn.Module, source: nn.Module) -> None:
+    """Makes an operation read the parameters of ``source``, whatever is set there later."""
+    op.__dict__["_parameters"] = source._parameters
+    for part in getattr(op, "basic_ops", ()):
+        part.__dict__["_parameters"] = source._parameters
+
+
 def _linear(module: nn.Linear) -> Linear:
     sizes = module.in_features, module.out_features
     op = Linear(*sizes, bias=module.bias is not None, device="meta")
-    share(op, module)
+    _share(op, module)
     return op
 
 
@@ -128,14 +163,14 @@ def _merged(modules: dict[str, nn.Linear]) -> MergedLinear:
     (features,) = {module.in_features for module in modules.values()}
     op = MergedLinear(features, sizes, bias=bias, device="meta")
     for name, module in modules.items():
-        share(op.get_submodule(name), module)
+        _share(op.get_submodule(name), module)
     return op
 
 
 def _norm(module: nn.RMSNorm) -> RMSNorm:
     assert module.eps is not None
     op = RMSNorm(module.normalized_shape, eps=module.eps, device="meta")
-    share(op, module)
+    _share(op, module)
     return op
 
 
