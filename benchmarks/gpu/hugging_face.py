@@ -9,6 +9,7 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,7 +81,9 @@ def adapted(options: Options, layers: int, length: int) -> nn.Module:
         init_lora_weights=False,
     )
     model = llama(options, layers, length)
-    made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():  # PEFT asks transformers by a name that is deprecated there
+        warnings.simplefilter("ignore", FutureWarning)
+        made: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     return made
 
 
