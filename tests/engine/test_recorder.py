@@ -391,22 +391,24 @@ def test_places_that_were_asked_for() -> None:
 
 def test_memory_of_what_was_given_may_become_that_of_another_tensor() -> None:
     """Its place is no question about what was given, and it may be written to."""
-    given = [torch.ones(3, 4), torch.ones(3, 4)]
+    given = [torch.ones(3, 4) for _ in range(65)]
+    names = [f"s{index}" for index in range(65)]
     held = places(given[1:])
-    recorder = Recorder(NO_CODE, [], dict(zip(NAMES, given)), [given[0]])
-    before = given[1].untyped_storage()._cdata
+    recorder = Recorder(NO_CODE, [], dict(zip(names, given)), [given[0]])
+    before = {tensor.untyped_storage()._cdata for tensor in given[1:]}
     with recorder.watching():
         made = given[0] * 1
-        assert given[1].view(-1).data_ptr()
-        given.pop()
+        for tensor in given[1:]:
+            assert tensor.view(-1).data_ptr()
+        del tensor, given[1:]
         others = [made]
-        while others[-1].untyped_storage()._cdata != before and len(others) < 5000:
+        while others[-1].untyped_storage()._cdata not in before and len(others) < 5000:
             others.append(made + 1)
         assert others[-1].data_ptr()
         others[-1].add_(1)
     recorder.finish()
     assert len(others) < 5000, "memory is not used again here"
-    assert recorder.places == ["s0"]
+    assert recorder.places == names[1:]
     assert recorder.places_of_given() == held
 
 
