@@ -1,4 +1,4 @@
-"""The files of a run of train_lm.py: configuration, metrics, checkpoint, picture."""
+"""The files of a run: configuration, metrics, checkpoint, picture; and how two runs compare."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
+
+TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -135,6 +137,23 @@ class RunFolder:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(self.path / "loss.png", dpi=120)
+
+
+def report_twin(folder: RunFolder, twin: RunFolder, exact: bool) -> bool:
+    """Prints both curves; False if they differ in the first steps of a run that is ``exact``."""
+    ours, theirs = folder.curve("loss"), twin.curve("loss")
+    print(f"{'step':>6}{'opfuser':>12}{'twin':>12}{'difference':>12}")
+    marks = {1, 2, 3, 5, 10, 20, 30, 40, 50, *range(100, len(ours), max(100, len(ours) // 10))}
+    for step in sorted((marks | {len(ours)}) & ours.keys() & theirs.keys()):
+        a, b = ours[step], theirs[step]
+        print(f"{step:>6}{a:>12.6f}{b:>12.6f}{abs(a - b) / b:>12.1e}")
+    first = [step for step in ours if step <= TWIN_STEPS]
+    worst = max(abs(ours[step] - theirs[step]) / theirs[step] for step in first)
+    agree = worst <= TWIN_TOLERANCE
+    print(f"--twin: largest relative difference over the first {len(first)} steps {worst:.1e}")
+    if exact and not agree:
+        print(f"--twin: that is more than {TWIN_TOLERANCE:.0e}", file=sys.stderr)
+    return agree or not exact
 
 
 class Progress:

@@ -22,14 +22,13 @@ import lm_fusion
 import torch
 from lm_board import Board, flops_per_token, peak_flops
 from lm_data import load_corpus
-from lm_run import RunFolder
+from lm_run import RunFolder, report_twin
 from lm_trainer import TrainConfig, Trainer
 from lm_twin import Twin
 
 import opfuser
 from opfuser.models import decoder_lm
 
-TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
 INTERRUPTED = 130
 
 
@@ -179,23 +178,6 @@ def generate(model: opfuser.Sequential, trainer: Trainer, prompt: str) -> str:
         odds = (logits.float().cpu() / 0.8).softmax(-1)
         text.append(int(torch.multinomial(odds, 1, generator=random)))
     return bytes(text).decode(errors="replace")
-
-
-def report_twin(folder: RunFolder, twin: RunFolder, exact: bool) -> bool:
-    """Prints both curves; False if they differ in the first steps of an fp32 (or fp64) run."""
-    ours, theirs = folder.curve("loss"), twin.curve("loss")
-    print(f"{'step':>6}{'opfuser':>12}{'torch.nn':>12}{'difference':>12}")
-    marks = {1, 2, 3, 5, 10, 20, 30, 40, 50, *range(100, len(ours), max(100, len(ours) // 10))}
-    for step in sorted((marks | {len(ours)}) & ours.keys() & theirs.keys()):
-        a, b = ours[step], theirs[step]
-        print(f"{step:>6}{a:>12.6f}{b:>12.6f}{abs(a - b) / b:>12.1e}")
-    first = [step for step in ours if step <= TWIN_STEPS]
-    worst = max(abs(ours[step] - theirs[step]) / theirs[step] for step in first)
-    agree = worst <= TWIN_TOLERANCE
-    print(f"--twin: largest relative difference over the first {len(first)} steps {worst:.1e}")
-    if exact and not agree:
-        print(f"--twin: that is more than {TWIN_TOLERANCE:.0e}", file=sys.stderr)
-    return agree or not exact
 
 
 def results_line(label: str, trainer: Trainer) -> str:

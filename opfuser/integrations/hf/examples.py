@@ -51,8 +51,11 @@ def examples(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     models.
     """
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    adapted: Any = getattr(sys.modules.get("peft"), "PeftModel", ())
+    # PEFT's own model passes its arguments on.
+    inner: Any = model.get_base_model() if isinstance(model, adapted) else model
     parameters = list(model.parameters())
-    if not isinstance(model, kind) or not parameters:
+    if not isinstance(inner, kind) or not parameters:
         return
     device = parameters[0].device
     if not all(type(p) is nn.Parameter and p.device == device for p in parameters):
@@ -61,7 +64,7 @@ def examples(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         return
     if device.type == "cpu" and sum(map(Tensor.numel, parameters)) > _PARAMETERS_ON_CPU:
         return
-    found = input_shape(model, _ROWS, _TOKENS)
+    found = input_shape(inner, _ROWS, _TOKENS)
     if found is None:
         return
     name, shape = found
@@ -69,9 +72,9 @@ def examples(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         dtype = next(p.dtype for p in parameters if p.is_floating_point())
         yield {name: torch.zeros(shape, dtype=dtype, device=device)}
         return
-    words: int = model.get_input_embeddings().num_embeddings
+    words: int = inner.get_input_embeddings().num_embeddings
     tokens = torch.arange(1, 1 + shape[0] * shape[1], device=device).view(shape) % words
-    if model.training and "labels" in inspect.signature(type(model).forward).parameters:
+    if model.training and "labels" in inspect.signature(type(inner).forward).parameters:
         yield {name: tokens, "labels": tokens}
     yield {name: tokens}
 
