@@ -15,7 +15,7 @@ TEST_VERSIONS := $(VERSIONS:%=test-%)
 # Kernels, and what depends on torch most: its compiler, and numbers.
 OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_numerics.py
 
-.PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) sweep check lint format types imports docs bench
+.PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) sweep check lint format types imports docs dist bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
@@ -31,6 +31,7 @@ help:
 	@echo "             compare the table of families: an hour    ARGS='llama bart --no-mutants'"
 	@echo "make check   lint, format, types, layers of imports"
 	@echo "make docs    check what pages show, build the site into site/"
+	@echo "make dist    build the sdist and the wheel into dist/, and check what an index would show"
 	@echo "make bench   run the benchmarks            ARGS='...' for those on a GPU"
 
 train: $(READY)
@@ -84,6 +85,11 @@ docs: $(READY)
 	$(BIN)/python docs/write_commands.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+dist: .venv-dist/.ready
+	rm -rf dist
+	.venv-dist/bin/python -m build --outdir dist
+	.venv-dist/bin/twine check --strict dist/*
+
 bench: $(READY)
 	$(BIN)/python benchmarks/host_overhead.py
 	$(BIN)/python benchmarks/host_recipes.py
@@ -107,6 +113,11 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 $(READY): pyproject.toml constraints.txt
 	$(call environment,$(VENV))
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv-dist/.ready:
+	$(call environment,.venv-dist)
+	.venv-dist/bin/python $(PIP_INSTALL) build twine
 	@touch $@
 
 # triton last, and by itself: torch asks for one that need not be it.
