@@ -110,6 +110,7 @@ class Request(NamedTuple):
         heads, kv_heads, head_dim, v_head_dim: sizes H, K, D, V.
         differentiable: whether backward will run.
         window, softcap, mask, alibi, varlen, dropout, sinks: whether the call has them.
+        additive: whether the mask holds numbers.
         traced: whether the tensors stand for others, as while torch.compile traces.
         enabled: what ``torch.backends.cuda`` allows: flash, efficient, cuDNN.
     """
@@ -128,6 +129,7 @@ class Request(NamedTuple):
     window: bool = False
     softcap: bool = False
     mask: bool = False
+    additive: bool = False
     alibi: bool = False
     varlen: bool = False
     dropout: float = 0.0
@@ -189,6 +191,7 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         call.window is not None,
         call.softcap is not None,
         call.mask is not None,
+        call.mask is not None and call.mask.dtype != torch.bool,
         call.slopes is not None,
         call.cu_seqlens is not None,
         call.dropout_p,
@@ -199,8 +202,8 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
     )
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as what is added to scores."""
+def additive(mask: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tensor:
+    """The mask as what is added to scores; ``hidden`` stands for False."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)

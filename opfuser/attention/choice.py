@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
 
 def choose_plain(x: Heads, call: Call, differentiable: bool) -> str:
-    """Names the kernel where torch's own function could be called. On a GPU, it is torch's."""
+    """Names the kernel that torch's own function would take on a GPU; on a CPU, the CPU's."""
     q = x.q
     if q.is_cpu and q.numel():
         return "cpu"
@@ -91,12 +91,15 @@ def choose(x: Heads, call: Call, request: Request, forced: str | None) -> str:
     Raises:
         NotSupportedError: the forced kernel does not take it.
     """
+    without: tuple[str, ...] = ()
     if forced is None and request.device.type == "cuda":
         if request.is_plain:
             return choose_plain(x, call, request.differentiable)
         if transforms_active():
             return "blockwise"
-    without: tuple[str, ...] = ()
+        if request.mask and not request.additive:  # torch knows whether cuDNN is the fastest
+            cudnn = choose_plain(x, call, request.differentiable) == "cudnn"
+            without = () if cudnn else ("cudnn",)
     while True:
         name = _chosen(forced, without, *request)
         prepare = KERNELS[name].prepare
@@ -156,9 +159,9 @@ def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
     torch._C._set_grad_enabled(differentiable)
     try:
         q = q.detach().requires_grad_(differentiable)
-        choice = torch._fused_sdp_choice(q, k, v, **how, enable_gqa=grouped)
+        choice = torch._fused_sdp_choice(q, k, v, call.mask, **how, enable_gqa=grouped)
         if grouped and choice not in _BY_CHOICE:
-            choice = torch._fused_sdp_choice(q, *expanded(x)[1:], **how)
+            choice = torch._fused_sdp_choice(q, *expanded(x)[1:], call.mask, **how)
     finally:
         torch._C._set_grad_enabled(before)
     name = _BY_CHOICE.get(choice, "blockwise")
@@ -168,7 +171,7 @@ def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
 
 
 def like(request: Request) -> tuple[Heads, Call]:
-    """Heads of the request's kind, of no meaning, and the call without its mask."""
+    """Heads and call of the request's kind, of no meaning; a mask is bool."""
     r = request
     where: Any = {"dtype": r.dtype, "device": r.device}
     heads = [
@@ -179,7 +182,8 @@ def like(request: Request) -> tuple[Heads, Call]:
             (r.keys, r.kv_heads, r.v_head_dim),
         )
     ]
-    return Heads(*heads), Call(r.causal, r.scale, dropout_p=r.dropout)
+    mask = torch.ones(1, 1, r.queries, r.keys, device=r.device).bool() if r.mask else None
+    return Heads(*heads), Call(r.causal, r.scale, dropout_p=r.dropout, mask=mask)
 
 
 def _choose_for_tracer(*fields: Any) -> str:
@@ -206,7 +210,8 @@ def expanded(x: Heads) -> Heads:
 def _refusal(name: str, request: Request) -> str | None:
     """Why a kernel does not take a request, asked of torch too where it can tell."""
     reason = KERNELS[name].refusal(request)
-    if reason is None and request.is_plain and request.device.type == "cuda":
+    plain = request.is_plain or name == "cudnn"  # which takes what torch's function can express
+    if reason is None and plain and request.device.type == "cuda":
         return _refusal_of_torch(name, request)
     return reason
 
@@ -226,7 +231,7 @@ def _refusal_of_torch(name: str, request: Request) -> str | None:
         x = x if KERNELS[name].grouped else expanded(x)
         q = x.q.requires_grad_(request.differentiable)
         grouped = q.shape[1] != x.k.shape[1]
-        given = q, x.k, x.v, None, call.dropout_p, call.causal, grouped
+        given = q, x.k, x.v, call.mask, call.dropout_p, call.causal, grouped
         if ask(SDPAParams(*given), True):
             return None
     texts = [re.sub(r"\s*\(Triggered internally.*", "", str(w.message)).strip() for w in told]

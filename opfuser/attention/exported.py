@@ -61,9 +61,8 @@ def _takes_groups(*fields: Any) -> bool:
     with _disable_current_modes():
         x, call = like(request)
         q = x.q.requires_grad_(request.differentiable)
-        mask = q.new_zeros(1, 1, _SOME, _SOME) if request.mask else None
         how: Any = {"scale": call.scale, "enable_gqa": True}
-        given = q, x.k, x.v, mask, call.dropout_p, call.causal
+        given = q, x.k, x.v, call.mask, call.dropout_p, call.causal
         return torch._fused_sdp_choice(*given, **how) != SDPBackend.MATH.value
 
 

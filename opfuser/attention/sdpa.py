@@ -26,6 +26,9 @@ __all__ = [
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # elements of a row of biases, as torch pads them
+# What cuDNN adds to the score of a key that a mask hides, as the function of torch 2.11 does. A row
+# of -inf may become NaN, and far lower numbers lose their differences to the log-sum-exp.
+_FAR = -65504.0
 _FROM_LAST_KEY = 2  # how the efficient kernel counts causality; 1 is from the first key
 _FROM_FIRST_KEY = 1
 
@@ -154,15 +157,39 @@ def _efficient_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     return turned(*grads[:3])
 
 
+def _cudnn_bias(x: Heads, call: Call) -> Tensor | None:
+    """The bool mask as cuDNN takes it: finite numbers, those of a row side by side."""
+    if call.mask is None:
+        return None
+    mask = call.mask.expand(-1, -1, -1, x.k.shape[2]).contiguous()
+    return additive(mask, x.q.dtype, _FAR).expand(x.q.shape[0], -1, x.q.shape[2], -1)
+
+
+def _without_blind(t: Tensor, x: Heads, call: Call) -> Tensor:
+    """(B, H, S, V) with 0 for the queries that see no key.
+
+    Their weights in cuDNN are finite, and not 0: without the gradient of their output, they have
+    none, nor a share in those of keys and values.
+    """
+    if call.mask is None:
+        return t
+    seen = call.mask
+    if call.causal:
+        seen = seen.expand(-1, -1, x.q.shape[2], x.k.shape[2]).tril()
+    return t.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+
+
 def _cudnn_forward(x: Heads, call: Call) -> Result:
     forward = _aten._scaled_dot_product_cudnn_attention
-    out = forward(*x, None, True, call.dropout_p, call.causal, False, scale=call.scale)
-    return Result(out[0], out[1], out[6], out[7])
+    bias = _cudnn_bias(x, call)
+    out = forward(*x, bias, True, call.dropout_p, call.causal, False, scale=call.scale)
+    return Result(_without_blind(out[0], x, call), out[1], out[6], out[7])
 
 
 def _cudnn_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
-    bias_and_lengths = (None, None, None, x.q.shape[2], x.k.shape[2])
+    bias_and_lengths = (_cudnn_bias(x, call), None, None, x.q.shape[2], x.k.shape[2])
     backward = _aten._scaled_dot_product_cudnn_attention_backward
+    dy = _without_blind(dy, x, call)
     given = dy, *x, *r, *bias_and_lengths, call.dropout_p, call.causal
     return backward(*given, scale=call.scale)
 
@@ -251,7 +278,7 @@ def _cudnn_refusal(r: Request) -> str | None:
     return _gpu_refusal(r) or first(
         (not r.enabled[2], "torch.backends.cuda.enable_cudnn_sdp(False) is set"),
         (r.dtype not in HALF, f"it computes in fp16 and bf16, not in {r.dtype}"),
-        (r.mask, "rows whose keys are all masked are not 0 there"),
+        (r.additive, "it takes bool masks: rows that large numbers hide may be NaN there"),
         (r.window, "torch offers it without a window"),
         (r.varlen, "torch offers it without cu_seqlens"),
         (not r.aligned, "torch counts its causality from the first key"),

@@ -7,6 +7,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ import torch._dynamo.testing
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opfuser
-from opfuser.applying import report
+from opfuser.applying import compiled, report
 from opfuser.errors import InputError
 from opfuser.reading.construction import Built
+from opfuser.reading.kept import KeptError
 
 from ..reading.tiny import model_of
 from .models import (
@@ -91,14 +94,68 @@ class Pair:
             change(m)
 
 
-@pytest.mark.gpu
-def test_masks_are_left_to_the_kernel_of_torch_on_a_gpu() -> None:
-    model = small_llama(1).cuda().bfloat16()
+@pytest.mark.parametrize(
+    ("dtype", "device", "grad", "reason"),
+    [
+        (torch.bool, "cuda", True, ""),
+        (torch.bool, "cpu", True, ""),
+        (torch.float32, "cpu", False, ""),
+        (torch.float32, "cpu", True, "adds a mask of numbers, which is not looked at, with grad"),
+        (torch.float32, "cuda", True, "adds a mask of numbers, which is not looked at, with grad"),
+        (torch.float32, "cuda", False, "adds a mask of numbers, for which torch has a faster"),
+    ],
+)
+def test_which_masks_are_taken(
+    dtype: torch.dtype, device: str, grad: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of numbers would have to be looked at, to tell whether gradients are exact."""
+    monkeypatch.setattr(compiled, "operations_in", lambda _: [])
+    decision: Any = SimpleNamespace(
+        built=SimpleNamespace(aliases=[]), reading=(), arrange=None, masks=(1,)
+    )
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        inputs = [torch.empty(2, device=device), torch.empty(2, device=device, dtype=dtype)]
+        found = ""
+        try:
+            compiled._check(decision, inputs)
+        except KeptError as kept:
+            found = kept.reason
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+def test_masks_of_transformers_have_the_kernel_of_the_plain_model(device: torch.device) -> None:
+    """With padding on the left, where some queries see no key; what is there, nobody reads."""
+    plain = model_of("llama", num_hidden_layers=2, head_dim=64).train().to(device, torch.bfloat16)
+    model, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     opfuser.apply(model)
-    tokens = torch.ones(2, 8, dtype=torch.long, device="cuda")
-    with pytest.warns(UserWarning, match="faster kernel on a GPU"):
-        torch.compile(model, backend="eager")(input_ids=tokens, use_cache=False)
-    assert any("faster kernel" in reason for k in report(model).kept for reason, _ in k.fell_back)
+    ids = torch.randint(3, 60, (2, 77), device=device)
+    real = torch.ones_like(ids)
+    real[0, :9] = 0
+    kernels: list[set[str]] = []
+    found: list[list[Tensor]] = []
+    for m in (exact, plain, model):
+        graphs: list[Any] = []
+
+        def note(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph
+
+        call: Any = m if m is exact else torch.compile(m, backend=aot_autograd(fw_compiler=note))
+        y = call(input_ids=ids, attention_mask=real, **NO_CACHE)[0] * real[:, :, None]
+        weights = torch.linspace(-1, 1, y.numel(), device=device, dtype=torch.float64).cos()
+        (y * weights.view(y.shape)).sum().backward()
+        found.append([y.detach(), *(p.grad for p in m.parameters() if p.grad is not None)])
+        nodes = [str(n.target) for graph in graphs for n in graph.graph.nodes]
+        kernels.append({name for name in nodes if "attention" in name})
+    for want, theirs, ours in zip(*found):
+        bound = 2 * (theirs - want).abs().max() + torch.finfo(torch.bfloat16).eps * want.abs().max()
+        assert (ours - want).abs().max() <= bound
+    assert kernels[2] == kernels[1]
+    assert len(kernels[2]) == 2, "one of forward, one of backward"
+    computed = {entry.path: entry.calls for entry in report(model).computed}
+    assert computed == {"layers.0": 1, "layers.1": 1, "norm": 1}
 
 
 NO_CACHE = {"use_cache": False}

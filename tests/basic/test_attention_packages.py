@@ -258,7 +258,8 @@ def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     choice._find.cache_clear()
     for change, kernel in (
         ({"window": True}, "flash"),
-        ({"mask": True}, "efficient"),
+        ({"mask": True}, "cudnn"),
+        ({"mask": True, "additive": True}, "efficient"),
         ({"softcap": True}, "flash_attn"),
         ({"alibi": True, "varlen": True}, "flash_attn"),
         ({"softcap": True, "mask": True}, "flex"),

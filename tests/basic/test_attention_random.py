@@ -20,6 +20,7 @@ from opfuser.attention.exported import EXPORTED
 from opfuser.basic import _attention_inputs as inputs
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import NotSupportedError
+from tests.basic import attention_cudnn
 from tests.basic.attention_cases import (
     Case,
     attended,
@@ -34,7 +35,7 @@ from tests.basic.attention_packages import forget, install
 # By each kernel as many cases as these, the first ones that it takes.
 CASES = {
     "chosen": 160, "blockwise": 160, "one query at a time": 160, "exported": 160, "reference": 160,
-    "cpu": 40, "flex": 80, "flash_attn": 60, "te": 30,
+    "cpu": 40, "cudnn": 80, "flex": 80, "flash_attn": 60, "te": 30,
 }  # fmt: skip
 
 
@@ -61,6 +62,7 @@ def exported_backward(dy: Tensor, x: Heads, r: Result, call: Any) -> list[Tensor
 def takes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes all calls those of a kernel; the function says whether it takes a request."""
     install(monkeypatch)
+    attention_cudnn.install(monkeypatch)
     monkeypatch.setitem(KERNELS, "exported", EXPORTED._replace(backward=exported_backward))
 
     def force(name: str) -> Callable[[Request], bool]:

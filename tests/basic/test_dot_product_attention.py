@@ -133,12 +133,16 @@ def test_gpu_kernels(
 
 @pytest.mark.gpu
 @HEADS
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("head_dim", [5, 64, 256, 264])
-def test_tracers_get_the_kernel_of_eager_calls(heads: tuple[int, int], head_dim: int) -> None:
+def test_tracers_get_the_kernel_of_eager_calls(
+    heads: tuple[int, int], head_dim: int, masked: bool
+) -> None:
     op = DotProductAttention(*heads)
+    mask = torch.ones(2, 1, 1, 70, device="cuda", dtype=torch.bool) if masked else None
     for dtype in DTYPES:
         x = packed(op, 2, 70, head_dim, device="cuda", dtype=dtype)
-        call = Call(True, 0.5)
+        call = Call(not masked, 0.5, mask=mask)
         want = choice.choose_plain(inputs.split(x, op.settings), call, True)
         with FakeTensorMode() as mode:
             traced = inputs.split(mode.from_tensor(x), op.settings)
