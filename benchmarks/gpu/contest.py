@@ -195,7 +195,11 @@ def contest(problem: Problem, options: Options, modes: tuple[str, ...]) -> list[
             for name, function in functions.items()
             if passed != STEP_AS_GRAPH or not isinstance(function, Within)
         }
-        times, more = timed(problem, takes_part, passed, options)
+        # After an illegal memory access no call succeeds: whose it was has to be told all the same.
+        result, error = timing.attempt(
+            lambda own=takes_part, passed=passed: timed(problem, own, passed, options)
+        )
+        times, more = result or ({}, dict.fromkeys(takes_part, error))
         for name, text in {**left_out, **failures, **more}.items():
             rows.append({"pass": passed, "contestant": name, "failure": text})
         for name in times:

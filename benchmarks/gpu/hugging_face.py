@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 import importlib.util
 import warnings
@@ -136,7 +137,23 @@ def step(options: Options, layers: int, length: int) -> Problem:
 
 def lora_step(options: Options, layers: int, length: int) -> Problem:
     source = adapted(options, layers, length)
-    return problem(options, length, source, {"opfuser": applied(source)})
+    made = problem(options, length, source, {"opfuser": applied(source)})
+    return dataclasses.replace(made, exact=lambda inputs: in_fp32(source, inputs))
+
+
+def in_fp32(source: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The loss and the gradients of the same model in fp32, of one sequence after the other.
+
+    In bf16 errors of small gradients grow through all layers: torch is no reference.
+    """
+    model = copy.deepcopy(source).float()
+    wanted, loss = [p for p in model.parameters() if p.requires_grad], loss_of(model)
+    sums: list[Tensor] = []
+    for tokens in inputs.args[0].split(1):
+        y = loss(tokens)
+        found = [y.detach(), *torch.autograd.grad(y, wanted, *inputs.grads)]
+        sums = [a + b for a, b in zip(sums, found)] if sums else found
+    return [t / len(inputs.args[0]) for t in sums]
 
 
 def problem(options: Options, length: int, source: nn.Module, ours: dict[str, Function]) -> Problem:

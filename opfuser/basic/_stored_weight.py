@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
-from ..op import BasicOperation, FusibleOperation, OperationContext
+from ..op import FusibleOperation, OperationContext
 from ..quantization.weights import (
     WeightFormat,
     check_scale,
@@ -21,6 +21,7 @@ from ..quantization.weights import (
     keep_initial_value,
     keeping_codes,
 )
+from ._linear_operation import LinearOperation
 
 __all__ = ["StoresWeight"]
 
@@ -28,8 +29,8 @@ __all__ = ["StoresWeight"]
 _TAKEN = "opfuser_has_scale"
 
 
-class StoresWeight(BasicOperation):
-    """Abstract. An operation with a parameter ``weight`` (N, K), in high precision or as codes.
+class StoresWeight(LinearOperation):
+    """Abstract. A linear operation whose parameter ``weight`` (N, K) may be stored as codes.
 
     Codes have the dtype ``torch.float8_e4m3fn``. Their ``grad_dtype`` is the dtype that the
     operation computes in, so that autograd does not round gradients to FP8.
@@ -212,9 +213,6 @@ class StoresWeight(BasicOperation):
         state_dict[prefix + "weight"] = loaded = nn.Parameter(codes, weight.requires_grad)
         if keeps:  # assign=True puts the loaded one in the place of the other
             keep_initial_value(value, weight, loaded)
-
-    def _where(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"
 
     def stored_operand(
         self, ctx: OperationContext, w: Tensor, dtype: torch.dtype, codes: bool

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..async_tensor_parallel import gather_multiply, multiply_scatter
-from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..context import COMPUTE_DTYPES, autocast_dtype
+from ..errors import ArgumentError, NotSupportedError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
@@ -225,14 +225,6 @@ class BasicLinear(StoresWeight):
         """Rows of this rank's slice of W."""
         return self.sharding.local_out_features
 
-    @property
-    def communicates(self) -> bool:  # type: ignore[override]
-        return self.sharding.mode is not None
-
-    @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        return not self.communicates
-
     def reset_parameters(self) -> None:
         """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
         tracker = self._rng_state_tracker_function
@@ -302,8 +294,7 @@ class BasicLinear(StoresWeight):
     ) -> Tensor:
         if self.sharding.mode is not None:
             return self._sharded_forward(ctx, input_)
-        x, w = self.operands(ctx, input_)
-        return gemm.forward(x, w)
+        return gemm.forward(*self.operands(ctx, input_))
 
     def _sharded_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         sharding = self.sharding
@@ -324,63 +315,25 @@ class BasicLinear(StoresWeight):
         gather: bool = True,
         codes: bool = False,
     ) -> tuple[gemm.Operand, gemm.Operand]:
-        """In forward, input and weight as the GEMM takes them: checked, cast, and gathered.
-
-        Every forward that computes this operation begins with it, those of fusions too.
-
-        Args:
-            ctx: this operation's context.
-            input_: its input.
-            save: whether to save what :meth:`op_backward` reads.
-            gather: whether to gather the input where the GEMM takes that of all ranks.
-            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantised.
-
-        Raises:
-            ArgumentError: the weight was cleared, or is in FP8 and has no scale; its gradient would
-                be rounded to FP8.
-            InputError: the last dimension of the input is not the local ``in_features``, or its
-                dtype is not one that linear operations take.
-        """
-        sharding = self.sharding
         w: Tensor | None = self.weight
         if w is None:
             self._refuse_without_weight()
-        x = input_
-        if x.shape[-1:] != (sharding.local_in_features,):
-            self._refuse_input(x)
-        dtype = w.dtype
-        if any_autocast():
-            dtype = autocast_dtype(x.device) or dtype
+        stored = self.weight_format
+        x = self.input_operand(input_, w.dtype if stored is None else stored.dtype)
         settings = self.frozen_settings(ctx)
         if any(settings):
             keep_weights(ctx, [w])
             if settings.weight_transposed:
                 w = w.detach().t()  # of a view that is no leaf's, autograd's error of writes fits
-        stored = self.weight_format
-        if stored is not None and dtype == w.dtype:
-            dtype = stored.dtype
-        if x.dtype != dtype:
-            if x.dtype not in COMPUTE_DTYPES:
-                refuse_dtype(x, self)
-            x = x.to(dtype)
         if stored is not None:
-            w = self.stored_operand(ctx, w, dtype, codes)
-        elif w.dtype != dtype:
-            w = w.to(dtype)
+            w = self.stored_operand(ctx, w, x.dtype, codes)
+        elif w.dtype != x.dtype:
+            w = w.to(x.dtype)
         if save and ctx.requires_grad:
             needs = ctx.needs
             ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
+        sharding = self.sharding
         return (x if sharding.mode is None or not gather else gather_input(x, sharding)), w
-
-    def _refuse_input(self, x: Tensor) -> NoReturn:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be in_features",
-                where=self._where(),
-                received=f"shape {tuple(x.shape)}",
-                remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
-            )
-        )
 
     def _refuse_without_weight(self) -> NoReturn:
         raise ArgumentError(
@@ -391,10 +344,6 @@ class BasicLinear(StoresWeight):
                 remedy="Assign a parameter to weight before the call",
             )
         )
-
-    def saved_weight(self, ctx: OperationContext) -> gemm.Weight:
-        """In backward, the weight as :meth:`operands` returned it."""
-        return gemm.weight_of(ctx.saved_tensors[1:])
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
-from ..errors import ArgumentError, InputError, explain
+from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype
+from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
 from ..kernels.dropout_masks import draw_mask
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..op import OperationContext
 from ._distributed import LinearSharding
+from ._linear_operation import LinearOperation
 from ._numbers import real_number
 from .bias import bias_grad
 
@@ -43,7 +44,7 @@ class LoRAAdapter(NamedTuple):
     active: bool = True
 
 
-class LoRALinear(BasicOperation):
+class LoRALinear(LinearOperation):
     r"""Linear transformation with adapters of low rank beside its weight (LoRA).
 
     .. math:: y = x W^T + b + \sum_i s_i\, d_i(x) A_i^T B_i^T
@@ -214,22 +215,9 @@ class LoRALinear(BasicOperation):
             if getattr(self, name) is not None:
                 nn.init.zeros_(getattr(self, name))
 
-    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        return dtypes.autocast or dtypes.first_parameter
-
     def quantized_refusal(self, env: Env) -> Refusal | None:
         """What regions of quantised compute leave out, and why."""
         return Refusal("LAYOUT", "its weight has products of low rank beside it")
-
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-    ) -> Tensor:
-        return gemm.forward(*self.operands(ctx, input_))
 
     def operands(
         self,
@@ -240,23 +228,14 @@ class LoRALinear(BasicOperation):
         gather: bool = True,
         codes: bool = False,
     ) -> tuple[gemm.Operand, gemm.LowRank]:
-        """As of ``BasicLinear``; the weight is one of low rank, with its bias."""
-        x = input_
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            self._refuse_input(x)
         weights = self._checked_weights()
-        dtype = weights[0].dtype
+        x = self.input_operand(input_, weights[0].dtype)
         autocast = autocast_dtype(x.device) if any_autocast() else None
-        dtype = autocast or dtype
-        if x.dtype != dtype:
-            if x.dtype not in COMPUTE_DTYPES:
-                refuse_dtype(x, self)
-            x = x.to(dtype)
         (active,) = self.frozen_settings(ctx)
         if self.weight_transposed:
             weights = [w.t() for w in weights]
-        base = gemm.weight_of([w.to(dtype) for w in weights])
-        w = gemm.LowRank(base, self._bias(dtype), self._adapters(active, x, autocast))
+        base = gemm.weight_of([w.to(x.dtype) for w in weights])
+        w = gemm.LowRank(base, self._bias(x.dtype), self._adapters(active, x, autocast))
         if save and ctx.requires_grad:
             own = gemm.tensors_of(w)
             unread = () if ctx.needs.input else (None,) * len(weights)
@@ -271,7 +250,7 @@ class LoRALinear(BasicOperation):
             raise ArgumentError(
                 explain(
                     "A LoRALinear needs its weights, of one dtype",
-                    where=f"{type(self).__name__}({self.extra_repr()})",
+                    where=self._where(),
                     received=", ".join(
                         f"{n} = {None if w is None else w.dtype}"
                         for n, w in zip(self._weights, weights)
@@ -317,7 +296,6 @@ class LoRALinear(BasicOperation):
         return [sum(self.sizes[:n]) for n in range(len(self.sizes))]
 
     def saved_weight(self, ctx: OperationContext) -> gemm.LowRank:
-        """In backward, the weight as :meth:`operands` returned it."""
         count, (active,) = len(self._weights), self.frozen_settings(ctx)
         base, (bias, *lora) = ctx.saved_tensors[1 : 1 + count], ctx.saved_tensors[1 + count :]
         starts, n = self._starts(), len(active)
@@ -328,20 +306,9 @@ class LoRALinear(BasicOperation):
         weight = None if base[0] is None else gemm.weight_of(base)
         return gemm.LowRank(weight, bias, tuple(adapters))
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        x = ctx.saved_tensors[0]
-        dx = gemm.dgrad(grad_output, self.saved_weight(ctx)) if ctx.needs.input else None
-        return dx, self.weight_grads(grad_output, x, ctx)
-
     def weight_grads(
         self, dy: Tensor, x: Tensor, ctx: OperationContext, scale: float | None = None
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the parameters for autograd; None for those that are not needed.
-
-        Args as of :meth:`BasicLinear.weight_grad`.
-        """
         needed, slots = ctx.needs.parameters, [name for _, name in self.parameter_slots()]
         if True not in needed:
             return (None,) * len(needed)
@@ -390,16 +357,6 @@ class LoRALinear(BasicOperation):
             if prefix + old in state_dict:
                 state_dict.setdefault(prefix + new, state_dict.pop(prefix + old))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _refuse_input(self, x: Tensor) -> NoReturn:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be in_features",
-                where=f"{type(self).__name__}({self.extra_repr()})",
-                received=f"shape {tuple(x.shape)}",
-                remedy=f"Pass a tensor of shape (..., {self.in_features})",
-            )
-        )
 
     def extra_repr(self) -> str:
         (first, *others) = self.sizes

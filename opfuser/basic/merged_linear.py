@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
+from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
-from ..op import Dtypes, OperationContext
+from ..op import OperationContext
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..wgrad_overlap import WgradOverlap, compute
-from ._distributed import LinearSharding, gather_input, reduce_input_grad, refuse_reference
+from ._distributed import LinearSharding, gather_input, refuse_reference
+from ._linear_operation import LinearOperation
 from ._projections import OfProjections, Projection
 from ._recipes import check_own_recipe, choices_of, features_refusal, recipe_refusal
 from ._weight_grad import (
@@ -35,7 +36,7 @@ from .bias import bias_grad
 __all__ = ["BasicMergedLinear", "MergedBias"]
 
 
-class BasicMergedLinear(OfProjections):
+class BasicMergedLinear(OfProjections, LinearOperation):
     r"""Concatenated linear transformations: :math:`y = [x W_1^T, x W_2^T, \dots]`.
 
     Shapes: x ``(..., in_features)``, W_i ``(sizes[i], in_features)``, y ``(..., Σ sizes)``. Dtypes,
@@ -93,22 +94,11 @@ class BasicMergedLinear(OfProjections):
         names = ("input", *(f"weight{n}" for n in range(len(self.names))))
         return NamedTuple("Saved", [(n, Tensor | None) for n in names])  # type: ignore[return-value]
 
-    @property
-    def communicates(self) -> bool:  # type: ignore[override]
-        return self.sharding.mode is not None
-
-    @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        return not self.communicates
-
     def make_settings(self) -> BasicMergedLinear.Settings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
         check_own_recipe(self.recipe, type(self).__name__)
         return self.Settings(*both)
-
-    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        return dtypes.autocast or dtypes.first_parameter
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
         for size in self.sizes:  # so that each is quantised with others as it is alone
@@ -141,16 +131,6 @@ class BasicMergedLinear(OfProjections):
         """None: the weights are stored in high precision."""
         return None
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-    ) -> Tensor:
-        return gemm.forward(*self.operands(ctx, input_))
-
     def operands(
         self,
         ctx: OperationContext,
@@ -160,22 +140,13 @@ class BasicMergedLinear(OfProjections):
         gather: bool = True,
         codes: bool = False,
     ) -> tuple[gemm.Operand, gemm.Weight]:
-        """As of ``BasicLinear``; the weight is one operand, wherever its parts lie."""
-        weights, x = self._weights(), input_
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            self._refuse_input(x)
-        dtype = weights[0].dtype
-        if any_autocast():
-            dtype = autocast_dtype(x.device) or dtype
+        weights = self._weights()
+        x = self.input_operand(input_, weights[0].dtype)
         if any(self.frozen_settings(ctx)):
             keep_weights(ctx, weights)
-        if x.dtype != dtype:
-            if x.dtype not in COMPUTE_DTYPES:
-                refuse_dtype(x, self)
-            x = x.to(dtype)
         w = gemm.stacked(weights)
-        if w.dtype != dtype:
-            w = w.to(dtype)
+        if w.dtype != x.dtype:
+            w = w.to(x.dtype)
         if save and ctx.requires_grad:
             needs = ctx.needs
             saved = w.matrices if needs.input else (None,) * len(weights)
@@ -214,41 +185,9 @@ class BasicMergedLinear(OfProjections):
             )
         )
 
-    def _refuse_input(self, x: Tensor) -> NoReturn:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be in_features",
-                where=f"{type(self).__name__}({self.extra_repr()})",
-                received=f"shape {tuple(x.shape)}",
-                remedy=f"Pass a tensor of shape (..., {self.in_features})",
-            )
-        )
-
-    def saved_weight(self, ctx: OperationContext) -> gemm.Weight:
-        """In backward, the weight as :meth:`operands` returned it."""
-        return gemm.weight_of(ctx.saved_tensors[1:])
-
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        x = ctx.saved_tensors[0]
-        dx, sharding = None, self.sharding
-        parallel = sharding.mode is not None
-        if ctx.needs.input:
-            dx = gemm.dgrad(grad_output, self.saved_weight(ctx))
-            if parallel:
-                dx = reduce_input_grad(dx, sharding)
-        if parallel and x is not None:
-            x = gather_input(x, sharding)
-        return dx, self.weight_grads(grad_output, x, ctx)
-
     def weight_grads(
         self, dy: Tensor, x: Tensor, ctx: OperationContext, scale: float | None = None
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the weights for autograd; None for those that are not needed.
-
-        Args as of :meth:`BasicLinear.weight_grad`.
-        """
         if True not in ctx.needs.parameters:
             return (None,) * len(ctx.needs.parameters)
         if dy.dtype != x.dtype:

@@ -13,7 +13,8 @@ matrix in u, dx and dA. Products of low rank are computed in the wider of the dt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,57 +52,70 @@ def _up_grads(dy: Tensor, group: Sequence[Adapter], scale: float) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-def _applied(t: Tensor, group: Sequence[Adapter]) -> Tensor:
-    mask = group[0].mask
+def _applied(t: Tensor, of: Adapter) -> Tensor:
+    """``d(t)``."""
+    mask = of.mask
     if mask is None:
         return t
-    return masked(t, mask.view(t.shape) if mask.dtype == torch.bool else mask, group[0].p)
+    return masked(t, mask.view(t.shape) if mask.dtype == torch.bool else mask, of.p)
+
+
+class _Term(NamedTuple):
+    """``α a b``, added to columns from ``start`` on; with ``d``, ``d(α a b)`` by its mask."""
+
+    a: Tensor
+    b: Tensor
+    alpha: float = 1.0
+    start: int = 0
+    d: Adapter | None = None
+
+
+def _plus(t: Tensor, terms: Iterable[_Term], dtype: torch.dtype) -> Tensor:
+    """``t`` and the terms, summed in ``dtype``: in place, unless a trace forbids that."""
+    rows, traced = as_rows(t), functional()
+    wide = rows.to(dtype)
+    width = wide.shape[1]
+    for a, b, alpha, start, d in terms:
+        size = b.shape[1]
+        if not traced and (d is None or d.mask is None):
+            columns = wide if size == width else wide.narrow(1, start, size)
+            columns.addmm_(a, b, alpha=alpha)
+            continue
+        term = a @ b if alpha == 1.0 else (a @ b) * alpha
+        term = term if d is None else _applied(term, d)
+        if not traced:
+            wide.add_(term)
+            continue
+        wide = wide + (term if size == width else F.pad(term, (start, width - start - size)))
+    if traced:
+        return wide.to(t.dtype).view(t.shape)
+    if wide is not rows:
+        rows.copy_(wide)
+    return t
 
 
 def add_low_rank(y: Tensor, x: Tensor, w: LowRank, scale: float | None) -> Tensor:
     """``y + s Σ s_i u_i B_iᵀ``, in place unless a trace forbids that, in the dtype of y."""
     if not w.adapters:
         return y
-    dtype, alpha = w.adapters[0].a.dtype, 1.0 if scale is None else scale
-    rows, x = as_rows(y), as_rows(x).to(dtype)
-    wide = rows.to(dtype)
-    traced = functional()
-    for group in _groups(w):
-        for a, u in zip(group, _down(_applied(x, group), group)):
-            size = a.b.shape[0]
-            if traced:
-                term = (u @ a.b.t()) * (a.scale * alpha)
-                wide = wide + F.pad(term, (a.start, rows.shape[1] - a.start - size))
-            else:
-                columns = wide if size == wide.shape[1] else wide.narrow(1, a.start, size)
-                columns.addmm_(u, a.b.t(), alpha=a.scale * alpha)
-    if traced:
-        return wide.to(y.dtype).view(y.shape)
-    if wide is not rows:
-        rows.copy_(wide)
-    return y
+    dtype, s = w.adapters[0].a.dtype, 1.0 if scale is None else scale
+    x = as_rows(x).to(dtype)
+    terms = (
+        _Term(u, a.b.t(), a.scale * s, a.start)
+        for group in _groups(w)
+        for a, u in zip(group, _down(_applied(x, group[0]), group))
+    )
+    return _plus(y, terms, dtype)
 
 
 def add_low_rank_dgrad(dx: Tensor, dy: Tensor, w: LowRank, scale: float | None) -> Tensor:
     """``dx + s Σ d_i(du_i A_i)``, in place unless a trace forbids that, in the dtype of dx."""
     if not w.adapters:
         return dx
-    dtype, alpha = w.adapters[0].a.dtype, 1.0 if scale is None else scale
-    rows, dy = as_rows(dx), as_rows(dy).to(dtype)
-    wide = rows.to(dtype)
-    traced = functional()
-    for group in _groups(w):
-        du = _up_grads(dy, group, alpha)
-        if traced or group[0].mask is not None:
-            term = _applied(du @ _a_of(group), group)
-            wide = wide + term if traced else wide.add_(term)
-        else:
-            wide.addmm_(du, _a_of(group))
-    if traced:
-        return wide.to(dx.dtype).view(dx.shape)
-    if wide is not rows:
-        rows.copy_(wide)
-    return dx
+    dtype, s = w.adapters[0].a.dtype, 1.0 if scale is None else scale
+    dy = as_rows(dy).to(dtype)
+    terms = (_Term(_up_grads(dy, group, s), _a_of(group), d=group[0]) for group in _groups(w))
+    return _plus(dx, terms, dtype)
 
 
 def low_rank_wgrad(
@@ -123,7 +137,7 @@ def low_rank_wgrad(
     wanted = {id(a): need for a, need in zip(w.adapters, needed)}
     found: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     for group in _groups(w):
-        given = _applied(x, group)
+        given = _applied(x, group[0])
         dbs: list[Tensor | None] = [None] * len(group)
         das: Sequence[Tensor | None] = [None] * len(group)
         if any(wanted[id(a)][0] for a in group):

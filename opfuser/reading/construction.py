@@ -20,7 +20,7 @@ from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, RowScale, Transpose
+from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, Transpose
 from .reads import is_hooked
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
@@ -376,9 +376,6 @@ class Built:
     def residual(self, op: read.Residual) -> list[nn.Module]:
         return [Residual(*self._all(op.branch))]
 
-    def row_scale(self, op: read.RowScale) -> list[nn.Module]:
-        return [RowScale(*(Sequential(*self._all(ops)) for ops in (op.scale, op.branch)))]
-
     def parallel(
         self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
     ) -> list[nn.Module]:
@@ -435,7 +432,6 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Reorder: Built.reorder,
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
-    read.RowScale: Built.row_scale,
     read.Scale: Built.scale,
     read.Times: Built.times,
     read.Transpose: Built.transpose,

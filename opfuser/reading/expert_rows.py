@@ -67,9 +67,10 @@ class _Sorted(Form):
         if op != "grouped_mm" or args[3] is not None or args[4] is not None:
             return None
         x, weight, ends = args[:3]
-        turned = weight.node is not None and weight.node.op == "transpose"
+        op, args = self.values.term(weight)
+        turned = op == "transpose"
         if turned:
-            op, (weight, *dims) = self.values.term(weight)
+            weight, *dims = args
             if {d % 3 for d in dims} != {1, 2}:
                 return None
         count = weight.shape[0]

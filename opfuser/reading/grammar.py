@@ -38,7 +38,6 @@ from .operations import (
     Projection,
     Reading,
     Residual,
-    RowScale,
     Scale,
     Times,
 )
@@ -238,7 +237,7 @@ class _Grammar:
         columns = [x for x in streams if x.shape[-1:] == (1,) != v.shape[-1:]]
         if len(columns) == 1 and len(streams) == 2 and not scales:
             branches = columns + [x for x in streams if x not in columns]
-            scaled = self.branches(branches, base, lambda found: RowScale(*found))
+            scaled = self.branches(branches, base, Times)
             return scaled.followed_by(Step(_scaled(product.factor), v))
         if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
             return None

@@ -32,7 +32,6 @@ __all__ = [
     "Reorder",
     "Residual",
     "Rotary",
-    "RowScale",
     "Scale",
     "Times",
     "Transpose",
@@ -357,14 +356,6 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class RowScale:
-    """``y = s(x) f(x)``, s of one column."""
-
-    scale: tuple[Operation, ...]
-    branch: tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
 class Parallel:
     """``y = f(x) + g(x) + ...``."""
 
@@ -373,7 +364,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Times:
-    """``y = f(x) g(x)``."""
+    """``y = f(x) g(x)``, f as wide as g or of one column."""
 
     branches: tuple[tuple[Operation, ...], ...]
 
@@ -400,7 +391,6 @@ Operation = (
     | Attention
     | CrossAttention
     | Residual
-    | RowScale
     | Parallel
     | Times
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -222,6 +224,30 @@ def test_adapters_in_fp32_beside_bf16(autocast: bool) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         error, allowed = ((t.double() - c).norm() for t in (a, b))
         assert error <= 2 * allowed + 1e-9
+
+
+@pytest.mark.parametrize("layers", [2, 16])
+def test_errors_in_bf16_are_at_most_twice_those_of_torch(layers: int) -> None:
+    """Of the output, and of the gradients of the adapters of a kind: of one, either is by chance.
+
+    In deep models one of the two may err four times as much as the other, in either direction.
+    """
+    base = model_of("llama", num_hidden_layers=layers).train()
+    exact = adapted(base).bfloat16().double()
+    ours, plain = (copy.deepcopy(exact).bfloat16() for _ in "12")
+    opfuser.apply(ours)
+    step(ours), step(ours)  # the third one is recorded
+    names = ["output", *[name for name, _ in exact.named_parameters()]]
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for name, a, b, c in zip(names, step(ours), step(plain), step(exact)):
+        if name == "output" or "lora" in name:
+            kind = re.sub(r"layers\.\d+", "layers", name)
+            pair = tuple(float((t.double() - c).norm() / c.norm()) for t in (a, b))
+            errors.setdefault(kind, []).append(pair)
+    assert sorted(map(len, errors.values())) == [1, *[layers] * 2 * len(TARGETS)]
+    for kind, pairs in errors.items():
+        error, allowed = (math.hypot(*of) for of in zip(*pairs))
+        assert 0 < error <= 2 * allowed, kind
 
 
 def test_transposed_weights() -> None:

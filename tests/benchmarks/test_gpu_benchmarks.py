@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -373,6 +374,29 @@ def test_contestant_that_fails_while_timed() -> None:
     times, failures = timing.alternate({"a": failing_later, "b": lambda: 2.0}, 0.0)
     assert failures == {"a": "RuntimeError: later"}
     assert times == {"b": [2.0] * timing.FEWEST_ROUNDS}
+
+
+def test_who_has_failed_is_told_where_nothing_runs_afterwards() -> None:
+    """As after an illegal memory access of a GPU."""
+    broken = False
+
+    def breaking(x: Tensor, w: Tensor) -> Tensor:
+        nonlocal broken
+        broken = True
+        raise RuntimeError("an illegal memory access")
+
+    problem = double({"breaking": breaking})
+
+    def draw() -> Inputs:
+        if broken:
+            raise RuntimeError("the device is lost")
+        return problem.draw()
+
+    rows = contest(dataclasses.replace(problem, draw=draw), CPU, ())
+    assert {row["contestant"]: row["failure"] for row in rows} == {
+        "breaking": "RuntimeError: an illegal memory access",
+        "torch": "RuntimeError: the device is lost",
+    }
 
 
 def test_a_size_that_fails_and_one_without_time_are_rows() -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import hugging_face, peers
 from benchmarks.gpu.compiled import COMPILED
-from benchmarks.gpu.problem import Options
+from benchmarks.gpu.contest import checked, distance
+from benchmarks.gpu.passes import ready
+from benchmarks.gpu.problem import OURS, REFERENCE, STEP, Options
 
 llama = pytest.importorskip(
     "transformers.models.llama.modeling_llama", reason="transformers is not installed"
@@ -76,3 +79,27 @@ def test_every_contestant_runs_as_itself(
     assert liger
     assert None not in liger
     assert llama.apply_rotary_pos_emb is rotary
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_in_bf16_are_compared_with_fp32() -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(0)
+    problem = hugging_face.lora_step(CPU, layers=2, length=16)
+    inputs = problem.draw()
+    assert problem.exact is not None
+    step = ready(problem, problem.functions[REFERENCE], STEP, inputs)
+    assert distance([t.detach() for t in step()], problem.exact(inputs)) < 1e-4
+
+    options = Options(CPU.device, torch.bfloat16)
+    problem = hugging_face.lora_step(options, layers=2, length=16)
+
+    def wrong(tokens: Tensor) -> Tensor:
+        """The loss, with gradients that are half as large again."""
+        y: Tensor = problem.functions[REFERENCE](tokens)
+        return y + (y - y.detach()) / 2
+
+    functions = {**problem.functions, "wrong": wrong}
+    memory, failures = checked(problem, functions, options)
+    assert memory.keys() == {REFERENCE, OURS}
+    assert "the result is off by" in failures["wrong"]

@@ -182,6 +182,15 @@ def test_a_gate_may_be_of_an_earlier_value_than_what_it_multiplies() -> None:
     assert scale == Scale(2.0)
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_product_of_branches_of_which_one_may_have_one_column(wide: bool) -> None:
+    example = example_of(lambda m, x: m.down(F.relu(m.up(x))) * torch.sigmoid(m.by(x)) * -2)
+    example.module.by = nn.Linear(SIZE, SIZE if wide else 1).double()
+    times, scale = assert_recomputed(example).operations
+    assert isinstance(times, Times)
+    assert scale == Scale(-2.0)
+
+
 def test_a_factor_a_bias_and_a_scale_of_columns_are_read() -> None:
     assert operations_of(lambda m, x: (x * 3 / 2 + m.b) * m.w) == (
         read.Scale(1.5),

@@ -1,0 +1,140 @@
+"""What linear operations have in common, whatever their weight consists of."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .. import gemm
+from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
+from ..errors import InputError, explain
+from ..op import BasicOperation, Dtypes, OperationContext
+from ._distributed import LinearSharding, gather_input, reduce_input_grad
+
+__all__ = ["LinearOperation"]
+
+
+class LinearOperation(BasicOperation):
+    """Abstract. ``y = x Wᵀ``, and perhaps more that its GEMMs add, with gradients of W apart.
+
+    A subclass implements :meth:`operands` and :meth:`weight_grads`. The first of its saved tensors
+    is the input; those behind it are what :meth:`saved_weight` makes a weight of.
+
+    Attributes:
+        in_features: last dimension of x, over all ranks.
+        sharding: how W is distributed over ranks.
+    """
+
+    in_features: int
+    sharding: LinearSharding
+
+    @property
+    def communicates(self) -> bool:  # type: ignore[override]
+        return self.sharding.mode is not None
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return not self.communicates
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.autocast or dtypes.first_parameter
+
+    def operands(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        save: bool = True,
+        gather: bool = True,
+        codes: bool = False,
+    ) -> tuple[gemm.Operand, gemm.Weight]:
+        """In forward, input and weight as the GEMM takes them: checked, cast, and gathered.
+
+        Every forward that computes this operation begins with it, those of fusions too.
+
+        Args:
+            ctx: this operation's context.
+            input_: its input.
+            save: whether to save what :meth:`op_backward` reads.
+            gather: whether to gather the input where the GEMM takes that of all ranks.
+            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantised.
+
+        Raises:
+            ArgumentError: the weight was cleared, or is in FP8 and has no scale; its gradient would
+                be rounded to FP8.
+            InputError: the last dimension of the input is not the local ``in_features``, or its
+                dtype is not one that linear operations take.
+        """
+        raise NotImplementedError
+
+    def weight_grads(
+        self, dy: Tensor, x: Tensor, ctx: OperationContext, scale: float | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the parameters for autograd; None for those that are not needed.
+
+        Args:
+            dy: gradient of the output, (..., out).
+            x: input, (..., in).
+            ctx: this operation's context in backward.
+            scale: a factor of the gradients.
+        """
+        raise NotImplementedError
+
+    def saved_weight(self, ctx: OperationContext) -> gemm.Weight:
+        """In backward, the weight as :meth:`operands` returned it."""
+        return gemm.weight_of(ctx.saved_tensors[1:])
+
+    def input_operand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """In forward, the input in the dtype of autocast, or else in that of the weight.
+
+        Raises:
+            InputError: as of :meth:`operands`.
+        """
+        if x.shape[-1:] != (self.sharding.local_in_features,):
+            self._refuse_input(x)
+        if any_autocast():
+            dtype = autocast_dtype(x.device) or dtype
+        if x.dtype == dtype:
+            return x
+        if x.dtype not in COMPUTE_DTYPES:
+            refuse_dtype(x, self)
+        return x.to(dtype)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        return gemm.forward(*self.operands(ctx, input_))
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        x = ctx.saved_tensors[0]
+        dx, sharding = None, self.sharding
+        parallel = sharding.mode is not None
+        if ctx.needs.input:
+            dx = gemm.dgrad(grad_output, self.saved_weight(ctx))
+            if parallel:
+                dx = reduce_input_grad(dx, sharding)
+        if parallel and x is not None:
+            x = gather_input(x, sharding)
+        return dx, self.weight_grads(grad_output, x, ctx)
+
+    def _where(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def _refuse_input(self, x: Tensor) -> NoReturn:
+        raise InputError(
+            explain(
+                "The last dimension of the input must be in_features",
+                where=self._where(),
+                received=f"shape {tuple(x.shape)}",
+                remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
+            )
+        )
