@@ -312,7 +312,7 @@ def _autocast() -> Hashable:
 
 
 def _called_copy(module: nn.Module) -> nn.Module | None:
-    """The copy of a module that was called, with a forward of its own from now on; None if none was.
+    """The copy of a module that was called, which now has a forward of its own; None if none was.
 
     A copy that was made of the module's ``__dict__`` alone, as replicas of DataParallel are, holds
     the forward that is bound to the original. Which of the two was called, only the frame of
@@ -358,7 +358,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
     copies = around.f_globals is vars(copy)
     if copies:  # of what was copied from the module's __dict__, this is bound to the original
         module = around.f_locals.get("x", module)
-    made = type(module).__reduce_ex__(module, protocol)
+    made: Any = type(module).__reduce_ex__(module, protocol)
     state = state_of(module)
     deep = copies and around.f_code is copy.deepcopy.__code__  # copies methods and states, too
     if deep or state is None or len(made) < 3 or not isinstance(made[2], dict):
