@@ -35,6 +35,7 @@ from .layouts import Given, Layout, given_of, layout_of
 __all__ = ["RootState", "State", "install", "is_applied", "state_of", "uninstall"]
 
 _STATE = "_opfuser_applied"
+_REDUCE = "__reduce_ex__"
 # What a module does that was read so often without end is left alone.
 _DECISIONS_AT_MOST = 200
 _KINDS_AT_MOST = 16
@@ -44,10 +45,9 @@ _SIZES_AT_MOST = 1024
 def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a module returns to which ``apply`` was applied.
 
-    It stands in the module as a method of it: a deep copy gets one of its own, and a pickle holds
-    the method of this name, that of the module's class. The names of globals in this function count
-    as read by a module that is traced while it calls this one: there are none but torch and one
-    function.
+    It stands in the module as a method of it, of which copies get one of their own. The names of
+    globals in this function count as read by a module that is traced while it calls this one: there
+    are none but torch and one function.
     """
     if torch.compiler.is_compiling():
         return traced_call(module, args, kwargs)
@@ -128,9 +128,6 @@ class State(CompiledCalls):
         if (copied := memo.get(id(self.module()))) is not None:
             made.module = weakref.ref(copied)
         return made
-
-    def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
-        return type(None), ()
 
     def call(self, module: Any, own: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The result of a call of the module."""
@@ -315,10 +312,11 @@ def _autocast() -> Hashable:
 
 
 def _called_copy(module: nn.Module) -> nn.Module | None:
-    """The shallow copy of a module that was called, with a forward of its own; None if none was.
+    """The copy of a module that was called, which now has a forward of its own; None if none was.
 
-    A shallow copy holds the forward that is bound to the original. Which of the two was called,
-    only the frame of torch's ``__call__`` tells.
+    A copy that was made of the module's ``__dict__`` alone, as replicas of DataParallel are, holds
+    the forward that is bound to the original. Which of the two was called, only the frame of
+    torch's ``__call__`` tells.
     """
     frame = sys._getframe(3)
     if frame.f_globals is globals():  # of a RootState
@@ -347,6 +345,37 @@ def install(module: nn.Module, state: State) -> None:
     module.__dict__[_STATE] = state
     state.module = weakref.ref(module)
     module.__dict__["forward"] = types.MethodType(_forward_of(type(module)), module)
+    module.__dict__[_REDUCE] = types.MethodType(_reduced, module)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> Any:
+    """What copies and pickles are made of, in place of the method of the module's class.
+
+    A pickle needs no opfuser, and is of a module as it was. A shallow copy is applied like the
+    module, and computes with its own attributes.
+    """
+    around = sys._getframe(1)
+    copies = around.f_globals is vars(copy)
+    if copies:  # of what was copied from the module's __dict__, this is bound to the original
+        module = around.f_locals.get("x", module)
+    made: Any = type(module).__reduce_ex__(module, protocol)
+    state = state_of(module)
+    deep = copies and around.f_code is copy.deepcopy.__code__  # copies methods and states, too
+    if deep or state is None or len(made) < 3 or not isinstance(made[2], dict):
+        return made
+    function, args, content, *others = made
+    content = {name: v for name, v in content.items() if name not in (_STATE, _REDUCE)}
+    if is_applied(content.get("forward")):
+        del content["forward"]
+        if copies:
+            function, args = _new_copy, (type(state)(state.application), function, *args)
+    return function, args, content, *others
+
+
+def _new_copy(state: State, function: Any, *args: Any) -> Any:
+    made = function(*args)
+    install(made, state)
+    return made
 
 
 def is_applied(value: Any) -> bool:
@@ -357,6 +386,7 @@ def is_applied(value: Any) -> bool:
 def uninstall(module: nn.Module) -> None:
     """Gives a module back what it had, also where others have kept the forward since."""
     own = module.__dict__
+    own.pop(_REDUCE, None)
     state = own.pop(_STATE, None)
     before = state.before if isinstance(state, State) else None
     for name, value in list(own.items()):

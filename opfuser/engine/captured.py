@@ -30,7 +30,7 @@ from .captured_backward import (
     uncached_casts,
 )
 from .graphs import Graph, graph_type
-from .passes import Tape, execute_backward, execute_forward
+from .passes import Tape, execute_backward, execute_forward, held
 from .program import Program
 from .ranges import replay_range
 from .threads import thread_that_may_wait
@@ -181,7 +181,8 @@ class Captured:
 
     def saves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parameters that backward reads, so that autograd notices when they are changed."""
-        return [parameters[n] for n in self._read_parameters]
+        read, kept = self._read_parameters, self.program.kept_parameters
+        return [parameters[n] if n in kept else held(parameters[n]) for n in read]
 
     def backward(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import profiler
 
 from ..buffer_reuse import only_reference
@@ -30,6 +30,7 @@ __all__ = [
     "backward_of_eager",
     "execute_backward",
     "execute_forward",
+    "held",
     "located",
     "run_recorded_backward",
     "tells_step",
@@ -65,9 +66,17 @@ class Tape:
             if ctx.to_save is not None:
                 if ctx.requires_grad:
                     start = len(saved)
-                    saved += ctx.to_save
+                    saved += map(held, ctx.to_save)
                     ctx.span = (start, len(saved))
                 ctx.to_save = None
+
+
+def held(t: Tensor | None) -> Any:
+    """What an operation saves, as ``parameter.data = other`` does not change it afterwards.
+
+    A view with the version of the parameter, as torch's linear functions save of their weights.
+    """
+    return t.detach() if type(t) is nn.Parameter else t
 
 
 def execute_forward(

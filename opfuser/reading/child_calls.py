@@ -10,6 +10,7 @@ from torch import nn
 
 from .dataflow import Call, Node, map_leaves
 from .reads import is_hooked
+from .replaced_methods import replaced
 from .tracing_mode import TracingMode, tensors_in
 
 __all__ = ["recorded_calls"]
@@ -22,15 +23,12 @@ def recorded_calls(mode: TracingMode) -> Iterator[None]:
 
     def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         path = mode.paths.get(id(module))
-        if path is None or mode.recording.elsewhere():
+        if path is None:
             return original(module, *args, **kwargs)
         return _called(mode, module, path, args, kwargs)
 
-    nn.Module.__call__ = recorded  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "__call__", recorded):
         yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:

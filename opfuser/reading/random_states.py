@@ -1,4 +1,4 @@
-"""The states of Python's, NumPy's and torch's random numbers around a trace."""
+"""Random numbers that a trace draws, which are drawn again afterwards."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["random_states"]
+__all__ = ["DRAWS", "GENERATORS", "numpy_state", "state_of"]
+
+DRAWS = "draws random numbers"
+# What draws by methods that are seen when they are called, by the thread of the trace alone.
+GENERATORS = random.Random, torch.Generator
+
+
+def state_of(generator: random.Random | torch.Generator) -> Callable[[], object]:
+    """A function after which a generator goes on as it would now."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
 
 
 @contextmanager
-def random_states(note_effect: Callable[[str], None]) -> Iterator[None]:
-    """Afterwards, random numbers go on as if nothing had been traced."""
-    numpy = sys.modules.get("numpy.random")
+def numpy_state(note_effect: Callable[[str], None]) -> Iterator[None]:
+    """Afterwards, NumPy's random numbers go on as if nothing had been traced.
 
-    def states() -> tuple[Any, ...]:
-        of_numpy = numpy.get_state() if numpy is not None else None
-        return random.getstate(), torch.get_rng_state(), of_numpy
-
-    def comparable(states: tuple[Any, ...]) -> tuple[Any, ...]:
-        python, tensor, of_numpy = states
-        return python, tensor.tolist(), of_numpy and (of_numpy[1].tolist(), *of_numpy[2:])
-
-    before = states()
+    Which thread draws them cannot be seen.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    before = numpy and numpy.get_state()
     try:
         yield
     finally:
-        if comparable(states()) != comparable(before):
-            random.setstate(before[0])
-            torch.set_rng_state(before[1])
-            if numpy is not None:
-                numpy.set_state(before[2])
-            note_effect("draws random numbers")
+        if numpy and _comparable(numpy.get_state()) != _comparable(before):
+            numpy.set_state(before)
+            note_effect(DRAWS)
+
+
+def _comparable(state: Any) -> Any:
+    return state[1].tolist(), *state[2:]

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +21,9 @@ from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
 from .observed import Observed, attributes_of
-from .random_states import random_states
+from .random_states import DRAWS, GENERATORS, numpy_state, state_of
 from .reads import MISSING, is_of_python, is_scalar
+from .replaced_methods import replaced
 from .stand_ins import LayerIndex
 
 __all__ = ["Recording", "is_tracing"]
@@ -35,13 +37,13 @@ _COLLECTIVES = frozenset(
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 )
 _WRAPPERS = "nn.parallel.", "distributed.fsdp."
-# What is set for a whole process, and no part of the key of a call.
+# What is set for a whole process and no part of the key of a call, and what is never the same.
 _SETTINGS = frozenset(
     function
     for name, function in vars(torch._C).items()
     if name == "is_inference_mode_enabled"
     or (name.startswith("_get_") and name.endswith(("algorithms", "enabled", "tf32", "precision")))
-)
+).union((os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f))))
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -74,7 +76,7 @@ class Recording:
     ) -> None:
         self.note_effect, self.note_loop, self.keep = note_effect, note_loop, keep
         self.has_cache = False
-        self._owner = threading.get_ident()
+        self._drawn: dict[int, Callable[[], object]] = {}  # by generator, what puts it back
         self._created: dict[int, nn.Module] = {}
         self._used: set[tuple[int, str]] = set()  # numbers of layers that were used
         self._seen: dict[tuple[int, int], types.CodeType] = {}
@@ -103,13 +105,14 @@ class Recording:
         attributes, containers, globals and random numbers are as they were.
         """
         with _LOCK, ExitStack() as undo:
-            _UNDER_WAY.append(self._owner)
+            _UNDER_WAY.append(threading.get_ident())
             undo.callback(_UNDER_WAY.pop)
             undo.callback(self.observed.undo)
             if "torch._dynamo" in sys.modules:  # or else nothing can have been compiled
                 # Of the process: within the lock, or one of two threads would leave it behind.
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
-            undo.enter_context(random_states(self.note_effect))
+            undo.callback(lambda: [put_back() for put_back in self._drawn.values()])
+            undo.enter_context(numpy_state(self.note_effect))
             for kind, name, recorded in (
                 (nn.Module, "__getattribute__", self._getattribute),
                 (nn.Module, "__getattr__", self._getattr),
@@ -117,24 +120,19 @@ class Recording:
                 (self._configuration, "__getattribute__", self._of_configuration),
             ):
                 if kind is not None:
-                    _replace(undo, kind, name, recorded(getattr(kind, name)))
+                    undo.enter_context(replaced(kind, name, recorded(getattr(kind, name))))
             undo.callback(sys.setprofile, sys.getprofile())
             sys.setprofile(self._profile)
             yield
 
-    def elsewhere(self) -> bool:
-        """Whether another thread than the traced one asks."""
-        return threading.get_ident() != self._owner
-
     # Attributes
 
     def _getattribute(self, original: Any) -> Callable[[nn.Module, str], Any]:
-        owner, thread, frame = self._owner, threading.get_ident, sys._getframe
-        observed = self.observed
+        observed, frame = self.observed, sys._getframe
 
         def recorded(module: nn.Module, name: str) -> Any:
             value = original(module, name)
-            if name == "__class__" or thread() != owner or id(module) in self._created:
+            if name == "__class__" or id(module) in self._created:
                 return value
             if name in _STRUCTURE:
                 observed.container(value)
@@ -166,7 +164,7 @@ class Recording:
         observed = self.observed
 
         def recorded(module: nn.Module, name: str) -> Any:
-            if self.elsewhere() or id(module) in self._created:
+            if id(module) in self._created:
                 return original(module, name)
             observed.modules[id(module)] = module
             attributes = attributes_of(module)
@@ -183,7 +181,7 @@ class Recording:
 
     def _setattr(self, original: Any) -> Callable[[nn.Module, str, Any], None]:
         def recorded(module: nn.Module, name: str, value: Any) -> None:
-            if not self.elsewhere() and id(module) not in self._created:
+            if id(module) not in self._created:
                 self.note_effect(f"sets its attribute '{name}'")
                 for held in attributes_of(module):
                     self.observed.hold(held)
@@ -195,7 +193,7 @@ class Recording:
         observed = self.observed
 
         def recorded(configuration: Any, name: str) -> Any:
-            if self.elsewhere() or name in ("__class__", "__dict__", "attribute_map"):
+            if name in ("__class__", "__dict__", "attribute_map"):
                 return original(configuration, name)
             own = _plain(configuration, "__dict__")
             name = _plain(configuration, "attribute_map").get(name, name)
@@ -217,8 +215,12 @@ class Recording:
         if event != "call":  # most events, so that this comes first
             if event == "return":
                 self._returns(frame, argument)
-            elif event == "c_call" and argument in _SETTINGS:
-                self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
+            elif event == "c_call":
+                if argument in _SETTINGS:
+                    self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
+                elif isinstance(own := argument.__self__, GENERATORS):
+                    self._drawn.setdefault(id(own), state_of(own))
+                    self.note_effect(DRAWS)
             return
         code, around = frame.f_code, frame.f_globals
         if self._apart is None and (code is _IMPORT or id(code) in self.observed.cached):
@@ -320,11 +322,3 @@ def _writes_to_closure(code: types.CodeType) -> bool:
 def _class(module: str, name: str) -> Any:
     """A class of another package, if that is imported."""
     return getattr(sys.modules.get(module), name, None)
-
-
-def _replace(undo: ExitStack, kind: type, name: str, function: Any) -> None:
-    if name in vars(kind):
-        undo.callback(setattr, kind, name, vars(kind)[name])
-    else:
-        undo.callback(delattr, kind, name)
-    setattr(kind, name, function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -257,12 +258,20 @@ def test_a_deep_copy_is_applied_and_apart() -> None:
     assert paths(report(model)) != []
 
 
-def test_a_shallow_copy_computes_with_its_own_children() -> None:
+def of_the_dict(module: nn.Module) -> Any:
+    """A shallow copy, as DataParallel makes its replicas."""
+    made = object.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    return made
+
+
+@pytest.mark.parametrize("shallow", [copy.copy, of_the_dict, lambda m: copy.copy(of_the_dict(m))])
+def test_a_shallow_copy_computes_with_its_own_children(shallow: Any) -> None:
     model, plain = llama(), llama()
     opfuser.apply(model)
     want = step(model)
     for m in (model, plain):
-        copied = copy.copy(m.layers[1])
+        copied = shallow(m.layers[1])
         copied._modules = dict(copied._modules)
         copied.mlp = m.layers[2].mlp
         m.layers.append(copied)
@@ -274,6 +283,23 @@ def test_a_shallow_copy_computes_with_its_own_children() -> None:
         del m.layers[3]
         m.config.num_hidden_layers = 3
     assert_equal_steps(step(model), want)
+
+
+def test_a_shallow_copy_has_a_forward_of_its_own_from_the_start() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    step(model)
+    x, got = torch.linspace(-1, 1, 64, dtype=torch.float64).view(2, 32), []
+    for m in (model, plain):
+        copied = copy.copy(m.norm)
+        copied.variance_epsilon = 0.5
+        loaded = pickle.loads(pickle.dumps([copied, m.norm]))
+        assert vars(loaded[0]).keys() == vars(plain.norm).keys()
+        modules = copied, m.norm, *loaded, copy.deepcopy(copied), copy.copy(copied)
+        got.append([module.forward(x) for module in modules])
+    assert_equal_steps(*got)
+    opfuser.revert(copied)
+    assert vars(copied).keys() == vars(plain.norm).keys()
 
 
 def test_a_layer_that_changes_with_every_call_is_right() -> None:

@@ -376,6 +376,24 @@ def test_copies_and_models_that_are_reverted_or_applied_later() -> None:
     assert graphs.sequences[-1] == 3
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_shallow_copies_are_compiled_as_themselves(called: bool) -> None:
+    def change(m: Any) -> None:
+        if called:
+            step(m)
+        for holder, name in (m, "norm"), (m.blocks[0], "ln_1"):
+            child = getattr(holder, name)
+            setattr(holder, name, copy.copy(child))
+            child.eps = 0.5
+
+    pair = Pair(nano_gpt)
+    pair.change(change)
+    pair.check()
+    assert pair.ours.sequences == [3]
+    pair.change(lambda m: setattr(m.norm, "eps", 0.7))
+    pair.check()
+
+
 def test_compiled_code_holds_no_parameter() -> None:
     model = nano_gpt()
     opfuser.apply(model)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import opfuser
 from opfuser.reading.kept import KeptError, NotNowError
 from opfuser.reading.tracer import trace
 from tests.reading.modules import WIDTH, Computes, effects, given, ops, recomputed, traced
@@ -214,8 +217,15 @@ def counts(self: Any, x: Tensor) -> Tensor:
     return x + 1
 
 
+generator = random.Random(0)
+
+
 def draws_in_python(self: Any, x: Tensor) -> Tensor:
     return x + random.random()
+
+
+def draws_of_its_own(self: Any, x: Tensor) -> Tensor:
+    return x + generator.random()
 
 
 def draws_in_numpy(self: Any, x: Tensor) -> Tensor:
@@ -264,7 +274,11 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "list": (appends, "writes to a list"),
     "global": (counts, "writes to a global"),
     "python's random": (draws_in_python, "draws random numbers"),
+    "a generator's random": (draws_of_its_own, "draws random numbers"),
     "numpy's random": (draws_in_numpy, "draws random numbers"),
+    "seed": (lambda self, x: torch.manual_seed(3) and x, "draws random numbers"),
+    "time": (lambda self, x: x + time.time(), "asks for time"),
+    "noise of the system": (lambda self, x: x + os.urandom(1)[0], "asks for urandom"),
 }
 
 
@@ -283,6 +297,7 @@ def nothing_left_behind() -> Iterator[None]:
             torch.is_grad_enabled(),
             torch.overrides._get_current_function_mode_stack(),
             random.getstate(),
+            generator.getstate(),
             torch.get_rng_state().tolist(),
             str(np.random.get_state()),
             list(written),
@@ -531,6 +546,40 @@ def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None
     assert found[0].device.type == "cpu"
     assert found[1]
     assert ops(found[2]) == ["linear"]
+
+
+def draws() -> tuple[float, float]:
+    return random.random(), float(torch.rand(()))
+
+
+def test_other_threads_see_nothing_of_a_trace() -> None:
+    found: list[Any] = []
+    methods = "__call__", "__getattribute__", "__getattr__", "__setattr__"
+
+    def look() -> None:
+        drawn = draws()
+        seq = opfuser.Sequential(opfuser.Linear(WIDTH, WIDTH), opfuser.GELU(), nn.Identity())
+        found.append([getattr(nn.Module, name) for name in methods])
+        found.append(seq.plan(given().requires_grad_()).fused("forward"))
+        found.append(seq(given()).shape)
+        found.append(drawn)
+
+    class Starting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+            return x + 1
+
+    look()
+    *before, _ = found
+    assert before[1]
+    found.clear()
+    mine = trace(Starting(), (given(),), {})
+    assert not any("random" in effect for effect, _ in effects(mine))
+    *after, drawn = found
+    assert after == before
+    assert all(a != b for a, b in zip(drawn, draws()))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing

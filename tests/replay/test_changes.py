@@ -263,18 +263,31 @@ def test_many_shapes_do_not_displace_a_recording(device: torch.device) -> None:
     assert count(model) == 3
 
 
+def move(p: Any) -> list[torch.Tensor]:
+    """Gives a parameter other memory, as FSDP does, which gathers it once more for backward.
+
+    Returns what took the old one.
+    """
+    storage, value = p.untyped_storage(), p.detach().clone()
+    size = storage.nbytes()
+    storage.resize_(0)
+    taken = [torch.full_like(value, float("nan")) for _ in range(8)]
+    storage.resize_(size)
+    p.data.copy_(value)
+    return taken
+
+
 def test_memory_moves_between_the_passes(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
     warm_both(model, device)
     x, dy = draw(device), draw(device)
     y = model(x)
-    old = [p.data for p in model.parameters()]
-    for p in model.parameters():  # as FSDP does, which gathers parameters once more for backward
-        p.data = p.data.clone()
-    for t in old:
-        t.fill_(float("nan"))
+    before = [p.data_ptr() for p in model.parameters()]
+    taken = [move(p) for p in model.parameters()]
+    assert all(p.data_ptr() != old for p, old in zip(model.parameters(), before))
     y.backward(dy)
+    del taken
     other(x).backward(dy)
     assert_same_grads(model, other)
 
@@ -286,10 +299,11 @@ def test_memory_of_a_transposed_weight_moves_between_the_passes(device: torch.de
     warm_both(model, device)
     x, dy = draw(device).requires_grad_(), draw(device)
     y = model(x)
-    old = model[0].weight.data
-    model[0].weight.data = old.clone()
-    old.fill_(float("nan"))
+    before = model[0].weight.data_ptr()
+    taken = move(model[0].weight)
+    assert model[0].weight.data_ptr() != before
     y.backward(dy)
+    del taken
     expected = torch.autograd.grad(other(x), [x, *other.parameters()], dy)
     assert_equal(x.grad, expected[0])
     for p, grad in zip(model.parameters(), expected[1:]):
@@ -300,6 +314,22 @@ def test_memory_of_a_transposed_weight_moves_between_the_passes(device: torch.de
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     assert count(model) >= 2
+
+
+def test_data_of_a_linear_are_exchanged_between_the_passes(device: torch.device) -> None:
+    """Backward reads what forward has read, as torch's does."""
+    model = opfuser.Sequential(opfuser.Linear(DIM, DIM), opfuser.GELU(), opfuser.Linear(DIM, DIM))
+    other = twin(model.to(device))
+    warm_both(model, device)
+    x, dy = draw(device).requires_grad_(), draw(device)
+    y = model(x)
+    for p in model.parameters():
+        p.data = p.data * 3
+    y.backward(dy)
+    expected = torch.autograd.grad(other(x), [x, *other.parameters()], dy)
+    for ours, theirs in zip([x, *model.parameters()], expected):
+        assert_equal(ours.grad, theirs)
+    assert count(model) >= 1
 
 
 def test_copies_have_recordings_of_their_own(device: torch.device) -> None:
