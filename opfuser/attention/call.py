@@ -172,6 +172,10 @@ def enabled_kernels(device: torch.device) -> tuple[bool, bool, bool]:
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
 
 
+# Dynamo of torch 2.11 traces none of them within an autograd function. As for choices, see choice.py.
+enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
     """The request that a call of these heads is."""
     q, k, v = x
