@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -61,13 +62,6 @@ from .traced_calls import ModulesInside
 __all__ = ["Residual", "Sequential"]
 
 logger = logging.getLogger("opfuser")
-
-
-class Exports:
-    """What converts a sequence into modules of other libraries; ``integrations`` sets it."""
-
-    to_torch: Callable[[Sequential], nn.Module]
-
 
 # What is derived from the modules of a Sequential, before that is done.
 _UNRESOLVED: dict[str, Any] = {
@@ -699,7 +693,8 @@ class Sequential(NestedSequential):
 
     def to_torch(self) -> nn.Module:
         """A ``torch.nn.Sequential`` with the same parameters; see :func:`opfuser.to_torch`."""
-        return Exports.to_torch(self)
+        module: nn.Module = import_module("opfuser.integrations.torch_nn").to_torch(self)
+        return module
 
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.
