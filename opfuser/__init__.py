@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from . import async_tensor_parallel, basic, events, gemm_providers, optim, recipe
-from .applying import apply, revert
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import async_tensor_parallel, basic, events, gemm_providers, recipe
 from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
@@ -14,11 +16,8 @@ from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .engine.routing import PrivateChannel
 from .events import record_events
-from .expectations import Answer, can_fuse, require_fusions
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
-from .integrations.conversion import from_torch
-from .integrations.torch_nn import to_torch
 from .linear import Linear
 from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
@@ -39,10 +38,16 @@ from .registry import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from .report import picture as _picture  # noqa: F401 - how notebooks show plans
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
 from .wgrad_overlap import WgradOverlap, overlap_wgrad
+
+if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LATER
+    from . import optim
+    from .applying import apply, revert
+    from .expectations import Answer, can_fuse, require_fusions
+    from .integrations.conversion import from_torch
+    from .integrations.torch_nn import to_torch
 
 __version__ = "0.1.0"
 
@@ -105,3 +110,41 @@ __all__ = [
     "watch_quantization",
 ]
 __all__ += basic.__all__
+
+# What a sequence that runs does not need, by the module that has it.
+_LATER = {
+    "Answer": "expectations",
+    "apply": "applying",
+    "can_fuse": "expectations",
+    "from_torch": "integrations.conversion",
+    "require_fusions": "expectations",
+    "revert": "applying",
+    "to_torch": "integrations.torch_nn",
+}
+_LATER_MODULES = (
+    "applying",
+    "expectations",
+    "hf",
+    "integrations",
+    "models",
+    "optim",
+    "reading",
+    "report",
+    "testing",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is used for the first time."""
+    if name in _LATER:
+        value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    elif name in _LATER_MODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER, *_LATER_MODULES})

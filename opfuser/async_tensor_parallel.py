@@ -15,17 +15,15 @@ Deep Learning Models", ASPLOS 2023.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .providers import Providers
 from .recording import assume, refuse_watching
+from .torch_internals import symmetric_memory
 from .tracing import stands_in
 
 __all__ = ["Overlap", "choose", "chosen", "names", "register"]
@@ -135,13 +133,6 @@ def multiply_scatter(
     return y.view(-1, *x.shape[1:-1], w.shape[1])
 
 
-@functools.cache
-def _symm_mem() -> Any:
-    """Torch's operators, which are there once their module is imported."""
-    importlib.import_module("torch.distributed._symmetric_memory")
-    return torch.ops.symm_mem
-
-
 def _symm_mem_refuses(x: Tensor) -> str | None:
     if not x.is_cuda:
         return f"symmetric memory is that of GPUs, not of {x.device.type}"
@@ -152,13 +143,13 @@ def _symm_mem_gather_multiply(
     x: Tensor, w: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     # With return_A=False torch may take multicast, which is not there on all machines.
-    fused = _symm_mem().fused_all_gather_matmul
+    fused = symmetric_memory().fused_all_gather_matmul
     rows, (y,) = fused(x, [w], 0, group.group_name, return_A=True)
     return rows, y
 
 
 def _symm_mem_multiply_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
-    fused = _symm_mem().fused_matmul_reduce_scatter
+    fused = symmetric_memory().fused_matmul_reduce_scatter
     y: Tensor = fused(x, w, "sum", 0, group.group_name)
     return y
 

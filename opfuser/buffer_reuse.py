@@ -14,13 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from . import torch_internals as internals
 from .recording import watching
+from .torch_internals import internal_overlap, storage_address, storage_use_count, use_count
 from .tracing import functional
 
 __all__ = [
     "any_overlap",
     "is_batched",
-    "memory_of",
     "only_memory",
     "only_reference",
     "overlap",
@@ -28,17 +29,10 @@ __all__ = [
     "shares_nothing",
 ]
 
-_references_to = torch._C._storage_Use_Count
-
-
-def memory_of(t: Tensor) -> int:
-    """The address of what counts the references to the memory of ``t``."""
-    return int(t.untyped_storage()._cdata)
-
 
 def references(memories: Sequence[int]) -> list[int]:
-    """The numbers of references to memory, given what :func:`memory_of` returned."""
-    return list(map(_references_to, memories))
+    """The numbers of references to memory, given their addresses."""
+    return list(map(storage_use_count, memories))
 
 
 def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int, bool]:
@@ -50,8 +44,8 @@ def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int,
     tensor = holder[index]
     assert tensor is not None
     storage = tensor.untyped_storage()
-    references = sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
-    return *references, _references_to(storage._cdata), storage.resizable()
+    references = sys.getrefcount(tensor), use_count(tensor)
+    return *references, storage_use_count(storage_address(storage)), storage.resizable()
 
 
 # Counting itself holds references, whose number differs between versions of Python.
@@ -99,7 +93,7 @@ def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
         return False
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return False
-    if torch._debug_has_internal_overlap(tensor) != 0:
+    if internal_overlap(tensor) != 0:
         return False
     memory = tensor.untyped_storage().data_ptr()
     return all(other.untyped_storage().data_ptr() != memory for other in others)
@@ -107,10 +101,7 @@ def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 def is_batched(grad: Tensor | None) -> bool:
     """Whether ``grad`` is a batch of gradients: of torch.vmap, or of ``is_grads_batched``."""
-    functorch = torch._C._functorch
-    return grad is not None and (
-        functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
-    )
+    return grad is not None and (internals.is_batched(grad) or internals.is_legacy_batched(grad))
 
 
 def any_overlap(tensors: Sequence[Tensor], memory: Sequence[int]) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
+
+from . import torch_internals as internals
 
 __all__ = [
     "DERIVED",
@@ -85,7 +86,7 @@ class Stamp:
         return hash(self.text())
 
 
-_pytree.register_constant(Stamp)
+internals.register_constant(Stamp)
 
 
 class Tracked(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted, explain
+from .torch_internals import any_autocast
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -28,9 +29,6 @@ __all__ = [
     "new_context",
     "refuse_dtype",
 ]
-
-# Cheaper than a check per device type; private in torch.
-any_autocast = torch._C._is_any_autocast_enabled
 
 COMPUTE_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 

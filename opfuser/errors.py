@@ -185,3 +185,7 @@ class NotSupportedError(OpfuserError, NotImplementedError):
 
 class MissingImplementationError(OpfuserError, NotImplementedError):
     """An operation lacks the forward or backward that it was asked to run."""
+
+
+class TorchVersionError(OpfuserError, ImportError):
+    """A feature needs a private name that the installed torch does not have."""

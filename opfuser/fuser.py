@@ -57,6 +57,7 @@ from .registry import (
     register_forward_fusion,
     registry,
 )
+from .torch_internals import constant_result
 from .traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
 from .tracing import exporting
 
@@ -543,6 +544,7 @@ def call_traced(
     return execute(program, input_, parameters, extra_inputs, kwargs)
 
 
+@constant_result
 def _refuse_to_quantize() -> bool:
     recipe = active_recipe()
     if recipe is None:
@@ -554,9 +556,6 @@ def _refuse_to_quantize() -> bool:
             remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
         )
     )
-
-
-_refuse_to_quantize._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def count_message(asked_by: Sequence[str], received: int) -> str:

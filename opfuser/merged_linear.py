@@ -17,6 +17,7 @@ from .context import COMPUTE_DTYPES
 from .errors import ArgumentError, NotSupportedError, explain
 from .fusion import Optional
 from .op import BasicOperation, FusedOperation
+from .torch_internals import memory_of
 
 __all__ = ["MergedLinear"]
 
@@ -293,10 +294,8 @@ class MergedLinear(FusedOperation):
         first, *others = [p._parameters.get("weight") for p in self.projections().values()]
         if type(first) is not nn.Parameter:
             return False
-        storage = first.untyped_storage()._cdata  # also on the meta device
-        return all(
-            type(t) is nn.Parameter and t.untyped_storage()._cdata == storage for t in others
-        )
+        storage = memory_of(first)  # also on the meta device
+        return all(type(t) is nn.Parameter and memory_of(t) == storage for t in others)
 
     def own_forward(self) -> str:
         """Why the modules are called one by one, as a predicate; empty if they are not."""

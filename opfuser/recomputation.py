@@ -22,6 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import FunctionCtx
 
+from .torch_internals import (
+    all_saved_tensors_hooks,
+    graph_task,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks,
+)
+
 __all__ = ["Part", "computed_again", "in_backward", "is_outside", "parts_under_way"]
 
 
@@ -39,23 +47,19 @@ class Part(NamedTuple):
     time: object = None
 
 
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-
-
 def in_backward() -> bool:
     """Whether autograd is running in this thread."""
-    return _graph_task() != -1
+    return graph_task() != -1
 
 
 def is_outside() -> bool:
     """Whether the caller is in no backward pass and no part: the usual case, at the least price."""
-    return _graph_task() == -1 and _top_hooks(False) is None and torch.is_grad_enabled()
+    return graph_task() == -1 and saved_tensors_hooks(False) is None and torch.is_grad_enabled()
 
 
 def computed_again() -> Part | None:
     """The part that the caller computes again; the innermost, where such parts are nested."""
-    if _graph_task() == -1 and _top_hooks(False) is None:  # the usual case
+    if graph_task() == -1 and saved_tensors_hooks(False) is None:  # the usual case
         return None
     functions = _functions() if in_backward() else iter(())
     return next((part for part in chain(_hooked(), functions) if part.again), None)
@@ -65,7 +69,7 @@ def parts_under_way() -> list[object]:
     """The keys of the parts that the caller computes and that may be computed again later."""
     # What a function's backward computes again, its forward has computed without grad.
     functions = not torch.is_grad_enabled()
-    if not functions and _top_hooks(False) is None:  # the usual case
+    if not functions and saved_tensors_hooks(False) is None:  # the usual case
         return []
     found = list(takewhile(_is_first, _hooked()))
     if functions:
@@ -99,12 +103,12 @@ def _hooks() -> list[_Hooks]:
     found: list[_Hooks] = []
     try:
         # torch shows the innermost alone.
-        while (hooks := _top_hooks(False)) is not None:
+        while (hooks := all_saved_tensors_hooks(False)) is not None:
             found.append(hooks)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensors_hooks()
     finally:
         for hooks in reversed(found):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            push_saved_tensors_hooks(*hooks)
     return found
 
 
@@ -116,7 +120,7 @@ def _functions() -> Iterator[Part]:
         if code.co_name in _PASSES and code.co_argcount and code.co_varnames[0] != "self":
             context = frame.f_locals.get(code.co_varnames[0])
             if isinstance(context, FunctionCtx) and not _is_ours(frame.f_globals):
-                yield Part(context, again=code.co_name == "backward", time=_graph_task())
+                yield Part(context, again=code.co_name == "backward", time=graph_task())
         frame = frame.f_back
 
 

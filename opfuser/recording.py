@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from . import torch_internals as internals
+
 __all__ = [
     "Assumptions",
     "Watcher",
@@ -140,7 +142,7 @@ def callers_stream(device: int) -> int:
     """The stream in which a pass runs, or will be replayed if it is recorded now."""
     if _state.under_way is not None:
         return _state.under_way.stream
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    return internals.cuda_stream(device)
 
 
 @contextmanager
@@ -166,7 +168,7 @@ def unwatched(why: str) -> Iterator[None]:
         yield
         return
     watching.watcher.refuse(why)
-    with torch.overrides._pop_mode_temporarily():
+    with internals.without_innermost_mode():
         yield
 
 
@@ -180,7 +182,7 @@ def unseen(function: Function) -> Function:
     def ask(*args: Any) -> Any:
         if watching.watcher is None:
             return function(*args)
-        with torch._C.DisableTorchFunction():
+        with internals.DisableTorchFunction():
             return function(*args)
 
     return ask  # type: ignore[return-value]

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -56,18 +57,12 @@ from .quantization.region import active_recipe, check_recipe, region, region_of_
 from .recipe import Recipe
 from .registry import registry
 from .tied_parameters import load_as_one, tie, tied_places
+from .torch_internals import constant_result
 from .traced_calls import ModulesInside
 
 __all__ = ["Residual", "Sequential"]
 
 logger = logging.getLogger("opfuser")
-
-
-class Exports:
-    """What converts a sequence into modules of other libraries; ``integrations`` sets it."""
-
-    to_torch: Callable[[Sequential], nn.Module]
-
 
 # What is derived from the modules of a Sequential, before that is done.
 _UNRESOLVED: dict[str, Any] = {
@@ -481,6 +476,7 @@ class Sequential(NestedSequential):
     def _fuser_of(self, group: int) -> Any:
         return self._groups[group].callee
 
+    @constant_result
     def _groups_for_tracing(self, extra_inputs: int) -> tuple[Any, ...]:
         """For each group the number of the module that is called, or None; and its route."""
         self._check_count(extra_inputs)
@@ -493,9 +489,6 @@ class Sequential(NestedSequential):
             gives = tuple((None if key is None else str(key), to) for key, to in route.gives)
             groups.append((number, takes, gives))
         return tuple(groups)
-
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _groups_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _calls_to_trace(self, modules: list[Any], extra_inputs: int) -> list[Any]:
         """The calls of :meth:`_walk`, given the modules inside."""
@@ -699,7 +692,8 @@ class Sequential(NestedSequential):
 
     def to_torch(self) -> nn.Module:
         """A ``torch.nn.Sequential`` with the same parameters; see :func:`opfuser.to_torch`."""
-        return Exports.to_torch(self)
+        module: nn.Module = import_module("opfuser.integrations.torch_nn").to_torch(self)
+        return module
 
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .buffer_reuse import memory_of
+from .torch_internals import memory_of
 
 __all__ = ["Place", "load_as_one", "tie", "tied_places"]
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .change_tracking import Tracked
+from .torch_internals import constant_result
 
 __all__ = ["Functions", "ModulesInside", "TracedCalls", "TracedParameter", "parameters_at"]
 
@@ -117,6 +118,7 @@ class TracedCalls:
         for number in tracked:
             modules[number]._serial.strip()
 
+    @constant_result
     def _steps_for_tracing(self) -> tuple[Any, ...]:
         """The steps to the modules inside, and the numbers of those that have stamps."""
         self._prepare_tracing()
@@ -126,18 +128,15 @@ class TracedCalls:
             inside.modules[number]._refresh_stamp()
         return tuple(inside.steps), tuple(tracked)
 
+    @constant_result
     def _parameters_for_tracing(self, group: int, extra_inputs: int) -> tuple[Any, ...]:
         """Where a group's parameters stand, as of :class:`TracedParameter`."""
         numbers = ModulesInside(self).numbers
         own = self._fuser_of(group).parameters_for_tracing(numbers, extra_inputs)
         return tuple(map(tuple, own))
 
+    @constant_result
     def _plan_for_tracing(self, group: int, *call: Any) -> tuple[str, bool]:
         """As of the fuser of a group."""
         found: tuple[str, bool] = self._fuser_of(group).plan_for_tracing(*call)
         return found
-
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _steps_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _parameters_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _plan_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

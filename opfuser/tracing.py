@@ -12,18 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .torch_internals import exporting, transforms_active
+
 __all__ = ["exporting", "functional", "stands_in", "transforms_active"]
-
-# Whether a transform of torch.func, such as vmap, is under way; not part of torch's public names.
-transforms_active = torch._C._are_functorch_transforms_active
-
-
-def exporting() -> bool:
-    """Whether torch.export traces.
-
-    ``torch.compiler.is_exporting()`` is true in whatever Dynamo of torch 2.11 interprets.
-    """
-    return torch.compiler._is_exporting_flag
 
 
 def stands_in(t: Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ArgumentError, explain
+from .torch_internals import current_node
 
 __all__ = ["OverlappedPass", "Side", "WgradOverlap", "compute", "overlap_wgrad"]
 
@@ -80,7 +81,7 @@ class OverlappedPass:
     def __init__(self, side: Side) -> None:
         self.side = side
         self.pending: deque[tuple[Any, Callable[[], Any]]] = deque()
-        self.node = torch._C._current_autograd_node()
+        self.node = current_node() or object()  # which is nobody's, where none is told
         self.outer = _under_way.overlap
         _under_way.overlap = self
 
@@ -111,7 +112,7 @@ def compute(work: Callable[[], T]) -> T:
     overlap = _under_way.overlap
     # Another node's gradients, of a backward pass that an operation's backward runs, are read
     # before this pass ends.
-    if overlap is None or overlap.node is not torch._C._current_autograd_node():
+    if overlap is None or overlap.node is not current_node():
         return work()
     return overlap.run(work)
 

@@ -11,21 +11,18 @@ What decides and removes runs as ordinary Python during the trace; Dynamo sees c
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..engine.traced import compiling
+from .. import torch_internals as internals
 from ..errors import OpfuserError
 from ..reading.construction import Built, build
 from ..reading.dataflow import map_leaves
@@ -71,7 +68,7 @@ class _Call:
 
     def is_open(self, state: CompiledCalls) -> bool:
         """Whether what is being traced is this call of a module, after no graph break."""
-        output = _output()
+        output = internals.graph_of_dynamo()
         if output is None or self.state is not state:
             return False
         return self.output() is output and output.graph is self.graph
@@ -156,9 +153,10 @@ class CompiledCalls:
         """What computes a call."""
         raise NotImplementedError
 
+    @internals.constant_result
     def opens(self) -> bool:
         """Whether a sequence may compute a call that is about to be traced."""
-        output, around = _output(), _now.call
+        output, around = internals.graph_of_dynamo(), _now.call
         if self.application.local.tracing:
             return False
         if around is not None and around.reading and around.output() is output:
@@ -173,11 +171,13 @@ class CompiledCalls:
         _now.call = _Call(self, weakref.ref(output), output.graph, _last(output.graph))
         return True
 
+    @internals.constant_result
     def notes_foreign(self) -> bool:
         """Notes that a call is kept because of its arguments."""
         self._keep("is given a cache or other objects, which no function of a graph takes")
         return True
 
+    @internals.constant_result
     def begins(self, registered: object) -> bool:
         """Whether a sequence computes the call; then the class's forward comes next.
 
@@ -196,6 +196,7 @@ class CompiledCalls:
         call.reading = True
         return True
 
+    @internals.constant_result
     def ends(self) -> tuple[str, Any, Any] | None:
         """The name of the sequence's function, places of parameters, structure of the result.
 
@@ -222,6 +223,7 @@ class CompiledCalls:
             arrangement = _arrangement_of(decision.arrange(mark, ()))
         return _name_of(decision.reading, decision.built, module), places, arrangement
 
+    @internals.constant_result
     def computes(self) -> bool:
         """Whether the sequence has computed the call; the nodes of the other one are removed."""
         call, _now.call = _now.call, None
@@ -244,22 +246,6 @@ class CompiledCalls:
                 f"their classes. The first one {reason}. opfuser.applying.report(model) has all.",
                 stacklevel=2,
             )
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-for _name in ("opens", "notes_foreign", "begins", "ends", "computes"):
-    vars(CompiledCalls)[_name]._dynamo_marked_constant = True
-
-
-def _output() -> Any:
-    """What Dynamo puts the graph into that it makes in this thread; None if it makes none."""
-    kind: Any = getattr(
-        sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None
-    )
-    try:
-        return kind.current_tx().output
-    except AttributeError:
-        return None
 
 
 def _last(graph: Any) -> Any:
@@ -285,10 +271,10 @@ def _decide(args: Any, kwargs: Any) -> None:
     """Finds out what computes the open call, whose tensors Dynamo stands in for."""
     call = _now.call
     module = None if call is None else call.state.module()
-    if call is None or module is None or _output() is None:
+    if call is None or module is None or internals.graph_of_dynamo() is None:
         return
     try:
-        with _disable_current_modes(), _not_compiling():
+        with internals.without_modes(), internals.compiling(False):
             args, kwargs = map_leaves(_like, args), map_leaves(_like, kwargs)
             decision = call.state.decide(module, args, kwargs)
             if decision.built is None:
@@ -353,17 +339,6 @@ def _hint(size: Any) -> int:
     return int(hint)
 
 
-@contextmanager
-def _not_compiling() -> Iterator[None]:
-    """What runs within it is what eager calls run."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = False
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
 def _name_of(reading: Reading, like: Built, module: nn.Module) -> str:
     """The name in ``functions`` of the one that computes what was read.
 
@@ -393,11 +368,11 @@ def _function(built: Built) -> Callable[..., Any]:
         try:
             for (holder, name), value in own:
                 holder[name] = value
-            with compiling():
+            with internals.compiling():
                 return built(inputs)
         except OpfuserError as error:
             call = _now.call
-            if call is None or call.end is None or _output() is None:
+            if call is None or call.end is None or internals.graph_of_dynamo() is None:
                 raise
             call.reason = f"is refused by opfuser: {str(error).partition('. ')[0]}"
             return x.view_as(x)

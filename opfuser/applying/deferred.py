@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from .. import torch_internals as internals
 from ..basic import CrossEntropy
 from ..context import autocast_dtype
 from ..errors import NotSupportedError, OpfuserError, explain
@@ -182,7 +183,7 @@ class _Unknown(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias)
         ctx.dtype, ctx.modes = dtype, call.modes
         shape = *x.shape[:-1], weight.shape[0]
-        return Tensor._make_wrapper_subclass(Deferred, shape, dtype=dtype, device=x.device)
+        return internals.make_wrapper_subclass(Deferred, shape, dtype=dtype, device=x.device)
 
     @staticmethod
     @once_differentiable
@@ -233,7 +234,7 @@ class Deferred(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if function in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with internals.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         rule = _RULES.get(function)
         first = args[0] if args else None

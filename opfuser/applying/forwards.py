@@ -16,15 +16,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
-from torch.utils._device import DeviceContext
 
+from .. import torch_internals as internals
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
-from ..reading.reads import GLOBAL_HOOKS, is_hooked
+from ..reading.reads import is_hooked
 from ..tracing import transforms_active
 from .caches import WithoutGradients
 from .compiled import CompiledCalls, traced_call
@@ -211,7 +210,7 @@ class State(CompiledCalls):
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             captured(),
-            _autocast() if torch._C._is_any_autocast_enabled() else (),
+            _autocast() if internals.any_autocast() else (),
         )
         found = None
         if kind is not None:
@@ -289,16 +288,16 @@ def _reason_outside() -> str:
     """Why no sequence may compute anything now; empty if there is nothing."""
     if transforms_active():
         return "torch.func transforms it"
-    if any(GLOBAL_HOOKS):
+    if any(internals.GLOBAL_HOOKS):
         return "hooks are registered for all modules"
-    for number in range(torch._C._len_torch_function_stack()):
-        mode = type(torch._C._get_function_stack_at(number))
+    for number in range(internals.function_modes()):
+        mode = type(internals.function_mode_at(number))
         # Those of opfuser, such as that of the audit, are told of what sequences do.
-        if mode is not DeviceContext and not mode.__module__.startswith("opfuser."):
+        if mode is not internals.DeviceContext and not mode.__module__.startswith("opfuser."):
             return "a TorchFunctionMode is on"
-    if forward_ad._current_level >= 0:
+    if internals.in_forward_mode():
         return "forward-mode derivatives are computed"
-    if torch._C._get_tracing_state() is not None:
+    if internals.jit_traces():
         return "torch.jit traces it"
     return ""
 

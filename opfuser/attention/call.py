@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from ..tracing import stands_in
 
 __all__ = [
@@ -164,16 +165,14 @@ def _lengths(queries: int, keys: int) -> tuple[int, int]:
     return (s, t) if s != t else (s, 2 * t) if queries < keys else (2 * s, t)
 
 
+# Dynamo of torch 2.11 traces none of these questions within an autograd function.
+@internals.constant_result
 def enabled_kernels(device: torch.device) -> tuple[bool, bool, bool]:
     """What ``torch.backends.cuda`` allows: flash, efficient, cuDNN."""
     if device.type != "cuda":
         return True, True, True
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
-
-
-# Dynamo of torch 2.11 traces none of them within an autograd function. As for choices, see choice.py.
-enabled_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def request_of(x: Heads, call: Call, differentiable: bool) -> Request:

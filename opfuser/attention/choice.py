@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.backends.cuda import SDPAParams
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import torch_internals as internals
 from ..errors import NotSupportedError, explain
 from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..recording import unseen
@@ -143,6 +143,7 @@ def _candidates() -> list[str]:
     return [name for name, kernel in KERNELS.items() if not kernel.by_name]
 
 
+@internals.constant_result
 def _chosen(forced: str | None, without: tuple[str, ...], *fields: Any) -> str:
     """As :func:`_find`. The fields of the request come apart, as Dynamo takes constants."""
     return _find(Request(*fields), forced, without)
@@ -156,14 +157,14 @@ def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
     how: Any = {"dropout_p": call.dropout_p, "is_causal": call.causal, "scale": call.scale}
     before = torch.is_grad_enabled()
     # Some kernels have no backward on some GPUs. Without the microsecond of set_grad_enabled.
-    torch._C._set_grad_enabled(differentiable)
+    internals.set_grad_enabled(differentiable)
     try:
         q = q.detach().requires_grad_(differentiable)
-        choice = torch._fused_sdp_choice(q, k, v, call.mask, **how, enable_gqa=grouped)
+        choice = internals.sdp_choice(q, k, v, call.mask, **how, enable_gqa=grouped)
         if grouped and choice not in _BY_CHOICE:
-            choice = torch._fused_sdp_choice(q, *expanded(x)[1:], call.mask, **how)
+            choice = internals.sdp_choice(q, *expanded(x)[1:], call.mask, **how)
     finally:
-        torch._C._set_grad_enabled(before)
+        internals.set_grad_enabled(before)
     name = _BY_CHOICE.get(choice, "blockwise")
     if name != "cudnn" and q.dtype in HALF and torch.backends.cuda.cudnn_sdp_enabled():
         cudnn_versions.warn_once(q.device)
@@ -186,16 +187,12 @@ def like(request: Request) -> tuple[Heads, Call]:
     return Heads(*heads), Call(r.causal, r.scale, dropout_p=r.dropout, mask=mask)
 
 
+@internals.constant_result
 def _choose_for_tracer(*fields: Any) -> str:
     """The choice for such a request. torch looks at real tensors, which a tracer does not have."""
     request = Request(*fields)
-    with _disable_current_modes():
+    with internals.without_modes():
         return _choice_of_torch(*like(request), request.differentiable)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-_choose_for_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def expanded(x: Heads) -> Heads:

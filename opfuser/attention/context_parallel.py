@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import torch_internals as internals
 from ..errors import NotSupportedError, explain
 from .call import Call, Heads, Request
 
@@ -34,7 +35,7 @@ _WHERE = "DotProductAttention within torch's context_parallel"
 def is_active() -> bool:
     """Whether torch's ``context_parallel`` has replaced its function for attention."""
     function = F.scaled_dot_product_attention
-    if function is torch._C._nn.scaled_dot_product_attention:
+    if function is internals.scaled_dot_product_attention:
         return False
     module = getattr(function, "__module__", None) or ""
     return module.startswith("torch.distributed.tensor.experimental.")

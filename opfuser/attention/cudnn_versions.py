@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from .. import torch_internals as internals
+
 __all__ = ["libraries", "trouble", "warn_once"]
 
 _MAPS = Path("/proc/self/maps")
@@ -45,9 +47,9 @@ def trouble() -> str | None:
 
 def _versions() -> tuple[int, int]:
     """Those that torch was built with, and that was loaded: major * 10000 + minor * 100 + patch."""
-    built = torch._C._cudnn.getCompileVersion()
-    loaded = torch._C._cudnn.getRuntimeVersion()
-    return tuple(a * 10000 + b * 100 + c for a, b, c in (built, loaded))  # type: ignore[return-value]
+    built = internals.cudnn_built()
+    loaded = internals.cudnn_loaded()
+    return tuple(a * 10000 + b * 100 + c for a, b, c in (built, loaded))
 
 
 @functools.lru_cache(None)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import torch_internals as internals
 from ..kernels.scalar import cast, wide_dtype
 from ..recording import refuse_watching
 from .blockwise import BLOCKWISE, hidden_keys
@@ -54,20 +54,17 @@ def _kind(x: Heads, call: Call, causal: bool, mask: Tensor | None) -> Request:
     )  # fmt: skip
 
 
+@internals.constant_result
 def _takes_groups(*fields: Any) -> bool:
     """Whether torch has a kernel on this device that takes fewer key heads than query heads."""
     request = Request(*fields)
     # torch looks at real tensors, which a tracer does not have.
-    with _disable_current_modes():
+    with internals.without_modes():
         x, call = like(request)
         q = x.q.requires_grad_(request.differentiable)
         how: Any = {"scale": call.scale, "enable_gqa": True}
         given = q, x.k, x.v, call.mask, call.dropout_p, call.causal
-        return torch._fused_sdp_choice(*given, **how) != SDPBackend.MATH.value
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-_takes_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        return internals.sdp_choice(*given, **how) != SDPBackend.MATH.value
 
 
 def _forward(x: Heads, call: Call) -> Result:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..libraries import imported, installed
+from ..torch_internals import flash_attn_backwards
 from .call import Call, Heads, Kernel, Request, Result
 from .sdpa import HALF, capability, first, turned
 
@@ -60,20 +61,20 @@ def _forward(x: Heads, call: Call) -> Result:
 
 
 def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
-    # The public functions have their backward in autograd alone, for which forward would have to
-    # be computed again. This is what it calls.
-    library: Any = importlib.import_module(_MODULE)
+    backwards = flash_attn_backwards(importlib.import_module(_MODULE))
+    assert backwards is not None
+    whole, packed = backwards
     left, right = _window(call)
     how = {**_how(call), "dropout_p": 0.0, "softmax_scale": call.scale}
     how |= {"window_size_left": left, "window_size_right": right}
     dy, q, k, v, y = turned(dy, *x, r.output)
     grads = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     if call.cu_seqlens is None:
-        library._flash_attn_backward(dy, q, k, v, y, r.logsumexp, *grads, **how)
+        whole(dy, q, k, v, y, r.logsumexp, *grads, **how)
     else:
         rows = [t.squeeze(0) for t in (dy, q, k, v, y)]
         outs = [t.squeeze(0) for t in grads]
-        library._flash_attn_varlen_backward(*rows, r.logsumexp, *outs, **_sequences(call), **how)
+        packed(*rows, r.logsumexp, *outs, **_sequences(call), **how)
     return turned(*grads)
 
 
@@ -91,7 +92,11 @@ def _unusable() -> str | None:
     if tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < _OLDEST:
         return f"flash_attn {version} is older than {_OLDEST[0]}.{_OLDEST[1]}"
     found = imported(_MODULE)
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    if flash_attn_backwards(found) is None:
+        return f"flash_attn {version} has another backward"
+    return None
 
 
 def _refusal(r: Request) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from ..recording import unwatched
 from ..tracing import stands_in
 from .blockwise import BLOCKWISE
@@ -221,7 +222,7 @@ def _example(kind: _Kind) -> tuple[Heads, Given]:
 def _dynamic(t: Tensor, sizes: dict[int, int]) -> Tensor:
     for dim, size in sizes.items():
         if size > 1:
-            torch._dynamo.maybe_mark_dynamic(t, dim)
+            internals.mark_dynamic(t, dim)
     return t
 
 
@@ -272,7 +273,7 @@ def _attempt(kind: _Kind, differentiable: bool) -> _Compiled:
     if found is not None and (found.failure or found.backward or not differentiable):
         return found  # by another thread
     try:
-        if torch._dynamo.config.disable:
+        if internals.compiler_is_off():
             made = _Compiled(None, None, "torch.compile is disabled")
         else:
             with unwatched(_OWN_LAUNCHES):

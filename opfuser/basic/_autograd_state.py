@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import functools
-import sys
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import torch_internals as internals
 
 __all__ = ["Destination", "backward_pass", "destination", "is_first_write", "note_forward"]
 
@@ -28,31 +27,9 @@ def note_forward() -> None:
     A reentrant checkpoint recomputes the forward within a backward pass, and then starts another
     one, of which autograd does not tell where it belongs.
     """
-    number = torch._C._current_graph_task_id()
-    if number != -1 and not torch._C._is_key_in_tls(_OUTERMOST):
-        stash(_OUTERMOST, number)  # until autograd's present node is done
-
-
-def stash(key: str, value: object) -> None:
-    """Puts ``value`` under ``key`` into the thread-local state of ATen."""
-    if _takes_a_reference():
-        _add_reference(value)
-    torch._C._stash_obj_in_tls(key, value)
-
-
-_add_reference = ctypes.pythonapi.Py_IncRef
-_add_reference.argtypes = [ctypes.py_object]
-_add_reference.restype = None
-
-
-@functools.cache
-def _takes_a_reference() -> bool:
-    """Whether torch takes over a reference of the caller, as 2.11 does, in place of adding one."""
-    probe = object()
-    _add_reference(probe)
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("opfuser: probe", probe)
-    return sys.getrefcount(probe) == before
+    number = internals.numbered_graph_task()
+    if number != -1 and not internals.has_stashed(_OUTERMOST):
+        internals.stash(_OUTERMOST, number)  # until autograd's present node is done
 
 
 def backward_pass() -> int | None:
@@ -62,12 +39,10 @@ def backward_pass() -> int | None:
     """
     if torch.compiler.is_compiling():
         return None
-    number = torch._C._current_graph_task_id()
+    number = internals.numbered_graph_task()
     if number == -1:
         return None
-    outermost: int = (
-        torch._C._get_obj_in_tls(_OUTERMOST) if torch._C._is_key_in_tls(_OUTERMOST) else number
-    )
+    outermost: int = internals.stashed(_OUTERMOST) if internals.has_stashed(_OUTERMOST) else number
     return outermost
 
 
@@ -76,7 +51,7 @@ def current_node() -> object | None:
 
     None outside of a backward pass, in compiled autograd, and while torch.compile traces.
     """
-    return None if torch.compiler.is_compiling() else torch._C._current_autograd_node()
+    return None if torch.compiler.is_compiling() else internals.current_node()
 
 
 def is_first_write(param: Tensor, buffer: Tensor, number: int | None) -> bool:
@@ -118,7 +93,7 @@ def destination(weight: Tensor) -> Destination:
         return Destination.NOWHERE
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
-        runs = torch._C._will_engine_execute_node(node)
+        runs = internals.will_execute(node)
     except RuntimeError:  # torch.autograd.grad captures what would be accumulated
         return Destination.RETURNED
     return Destination.ACCUMULATED if runs else Destination.NOWHERE

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from ..errors import InputError, NotSupportedError, OpKwargsError, explain
 
 __all__ = ["buffers_of_call", "check_buffers", "may_become_grad", "overlap"]
@@ -143,7 +144,7 @@ def may_become_grad(dx: Tensor) -> bool:
     Asked in backward. Which input of the present node ``dx`` reaches is not known, so that a leaf
     of as many elements counts.
     """
-    node = torch._C._current_autograd_node()
+    node = internals.current_node()
     if node is None:
         return True
     leaves = [getattr(to, "variable", None) for to, _ in node.next_functions]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import gemm
+from .. import torch_internals as internals
 from ..context import OperationContext
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..gemm.scaled import Accumulation, scaled_wgrad
@@ -261,7 +262,7 @@ def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
     if node is None or getattr(node, "create_graph", False) or torch.is_grad_enabled():
         return None
     grad = fitting_grad(weight, x)
-    if grad is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if grad is None or internals.has_grad_hooks(weight):
         return None
     # Autograd has its node for the weight, and the caller, wait for the stream of a GPU in which a
     # gradient was made, but not where it gets none. In the default stream they are there too.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .. import torch_internals as internals
 from ..attention import context_parallel
 from ..attention.call import Call, Heads, Request, Result, request_of
 from ..attention.choice import (
@@ -306,7 +307,7 @@ class DotProductAttention(BasicOperation):
         if ctx.requires_grad:
             ctx.kernel, ctx.attended = context_parallel.NAME, None
             kept: tuple[Tensor | None, ...] = (attended.output, *attended.heads)
-            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            if internals.saved_tensors_hooks(False) is not None:
                 # They may return tensors without their graph, as those of a checkpoint do.
                 ctx.attended, kept = attended, (None,) * 4
             ctx.save_for_backward(*saved, *kept, None, None, None)

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, MissingImplementationError, explain
 from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..torch_internals import constant_result
 from ..tracing import stands_in
 from ._numbers import real_number
 
@@ -131,12 +132,10 @@ class PointwiseOperation(BasicOperation):
             raise _no_derivative(self)
         return slope
 
+    @constant_result
     def _try_autograd(self, device: str, dtype: torch.dtype) -> bool:
         self._found_by_autograd(torch.ones(1, device=device, dtype=dtype))
         return True
-
-    # What torch.compiler.assume_constant_result sets: while torch.compile traces, this runs.
-    _try_autograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute

@@ -20,6 +20,7 @@ from ..context import (
 )
 from ..errors import ArgumentError, InputError, OpKwargsError, explain
 from ..op import BasicOperation, Dtypes
+from ..torch_internals import softmax_backward
 from ._router_math import (
     RouterSettings,
     choice,
@@ -243,7 +244,7 @@ class TopKRouter(BasicOperation):
             total, probabilities = probabilities_of(scores, settings.score_function)
             ds += dp if total is None else quotient_backward(dp, probabilities, total)
         if settings.score_function == "softmax":
-            dx = torch._softmax_backward_data(ds, scores, -1, scores.dtype)
+            dx = softmax_backward(ds, scores, -1, scores.dtype)
         else:
             dx = ds * scores * (1 - scores)
         if d_z is not None:

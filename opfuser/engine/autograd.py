@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
-from ..buffer_reuse import any_overlap, is_batched, memory_of, overlap, shares_nothing
+from .. import torch_internals as internals
+from ..buffer_reuse import any_overlap, is_batched, overlap, shares_nothing
 from ..change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
+from ..torch_internals import memory_of
 from .passes import (
-    CAN_CLEAR,
     Kwargs,
     Tape,
     backward_of_eager,
@@ -76,7 +76,7 @@ def execute_eagerly(
         op.pre_fuser_forward(requires_grad=needed)
     active_calls.depth += 1
     try:
-        functorch = torch._C._are_functorch_transforms_active()
+        functorch = internals.transforms_active()
         if program.needs_backward:
             apply: Any = _SequenceFunction.apply if functorch else _apply
             return apply(program, kwargs, input_, *parameters, *extra_inputs)
@@ -88,7 +88,7 @@ def execute_eagerly(
         # detach() would drop the tangents of forward mode.
         if (
             not functorch
-            and output._is_view()
+            and internals.is_view(output)
             and not torch.is_grad_enabled()
             and unpack_dual(output).tangent is None
         ):
@@ -157,7 +157,7 @@ class _SequenceFunction(torch.autograd.Function):
         )
         if BytesSaved.wanted:
             emit(_bytes_saved(program, tape.saved, parameters, marked))
-        if output._is_view():
+        if internals.is_view(output):
             output = _without_base(output, (input_, *tensors))
         return returned(func_ctx, program, output, outputs)
 
@@ -204,7 +204,7 @@ class _RecordedFunction(torch.autograd.Function):
         if program.kept_parameters:
             saved += [parameters[n] for n in program.kept_parameters]
         marked = hooked = False
-        if _hooks_of_saved_tensors(False) is not None:
+        if internals.saved_tensors_hooks(False) is not None:
             marked, hooked = _saved_tensors_hooks()
             if marked:
                 saved.insert(0, torch.empty(0, program.layout()))
@@ -219,9 +219,9 @@ class _RecordedFunction(torch.autograd.Function):
         if func_ctx.forwarded is None:
             func_ctx.saved_tensors  # noqa: B018 - raises: this graph is gone
         program, _, marked, hooked, _, special = func_ctx.forwarded
-        if marked or hooked or torch.is_grad_enabled() or profiler._is_profiler_enabled:
+        if marked or hooked or torch.is_grad_enabled() or internals.is_profiled():
             return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
-        keep = _keeps_graph()
+        keep = internals.keeps_graph()
         recorded = program.specializations
         kept = recorded.kept() if recorded.keeps else ()
         saved = list(func_ctx.saved_tensors)
@@ -229,7 +229,7 @@ class _RecordedFunction(torch.autograd.Function):
         if found is None:
             del saved  # which would count as a reference to what is in it
             return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
-        if saved and not keep and CAN_CLEAR:
+        if saved and not keep and internals.CAN_CLEAR:
             func_ctx.maybe_clear_saved_tensors()
         grads = run_recorded_backward(
             program, special, found, grad_output, grad_outputs, saved, kept
@@ -255,7 +255,7 @@ def differentiate(
         DoubleBackwardError: it is unknown whether they will be (``create_graph``).
         NotSupportedError: several gradients were received at once.
     """
-    keep = _keeps_graph()
+    keep = internals.keeps_graph()
     try:
         if not torch.is_grad_enabled():
             return compute(keep)
@@ -284,8 +284,6 @@ _NO_KEYWORDS = keywords_of(None)
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
 _apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
-_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _bytes_saved(
@@ -312,7 +310,7 @@ def _saved_tensors_hooks() -> tuple[bool, bool]:
     The checkpoint compares shapes: an empty tensor whose shape identifies the layout of the saved
     tensors makes it raise. What it recomputes is ours; what a caller's hooks return is theirs.
     """
-    hooks = _hooks_of_saved_tensors(False)
+    hooks = internals.saved_tensors_hooks(False)
     if hooks is None:
         return False, False
     checkpoint = getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
@@ -379,7 +377,7 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
     Autograd shares one tensor object between several owners safely, by its reference count. Of two
     objects over the same memory it does not know, and accumulates in place into both.
     """
-    views = [n for n, grad in enumerate(grads) if grad is not None and grad._is_view()]
+    views = [n for n, grad in enumerate(grads) if grad is not None and internals.is_view(grad)]
     if not views:
         return
     if any(map(is_batched, received)):  # batched tensors have no address

@@ -17,11 +17,12 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
-from ..buffer_reuse import memory_of, references
+from .. import torch_internals as internals
+from ..buffer_reuse import references
 from ..fusion import Refusal
 from ..recording import Assumptions, recorded
+from ..torch_internals import memory_of
 from .autograd import separate
 from .captured_backward import (
     BackwardGraph,
@@ -159,7 +160,7 @@ class Captured:
 
     def forward(self, inputs: Iterable[Tensor]) -> list[Tensor]:
         """Output and extra outputs, in memory of their own."""
-        if profiler._is_profiler_enabled:
+        if internals.is_profiled():
             with replay_range(self.program.plan, self.program.paths, "forward"):
                 return self._replay_forward(inputs)
         return self._replay_forward(inputs)
@@ -199,13 +200,13 @@ class Captured:
             grad_output, grad_outputs: of output and extra outputs.
         """
         received = grad_output, *grad_outputs
-        watched = self._graph.under_way() or torch._C._len_torch_dispatch_stack()
+        watched = self._graph.under_way() or internals.dispatch_modes()
         if watched or [p.data_ptr() for p in read] != self._addresses:
             return self._eager_backward(read, received)
         found = self._recorded_backward(received)
         if found is None or not self._make_way(found, flight.parameters):
             return self._eager_backward(read, received)
-        if profiler._is_profiler_enabled:
+        if internals.is_profiled():
             with replay_range(self.program.plan, self.program.paths, "backward"):
                 return self._replay_backward(found, received)
         return self._replay_backward(found, received)

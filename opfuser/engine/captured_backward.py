@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..buffer_reuse import memory_of, references
+from ..buffer_reuse import references
 from ..recording import Assumptions, recorded
+from ..torch_internals import memory_of
 from .autograd import separate
 from .graphs import Graph
 from .passes import execute_backward

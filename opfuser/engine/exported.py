@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
+from ..torch_internals import FunctionalTensorMode, dispatch_functionalize
 from .passes import Kwargs, traced_forward
 from .program import Program
 

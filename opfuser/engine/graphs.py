@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .. import torch_internals as internals
+
 __all__ = ["CudaGraph", "Event", "Graph", "graph_type"]
 
 T = TypeVar("T")
@@ -115,7 +117,7 @@ class CudaGraph:
             # Where the host waited for the device, the capture is void, and torch leaves its
             # allocator and its generator of random numbers as if it still went on.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                internals.end_allocate_to_pool(self.device.index, pool)
             other = torch.cuda.CUDAGraph()
             other.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=self.device)
@@ -126,11 +128,11 @@ class CudaGraph:
 
     @staticmethod
     def stream(device: torch.device) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(device.index))
+        return internals.cuda_stream(device.index)
 
     @staticmethod
     def under_way() -> bool:
-        return bool(torch._C._cuda_isCurrentStreamCapturing())
+        return internals.cuda_captures()
 
     @staticmethod
     def memory(device: torch.device) -> int:
@@ -157,7 +159,7 @@ class CudaGraph:
                 return f"{name} is set"
         if torch.cuda.get_allocator_backend() != "native":
             return "memory is not that of torch's own allocator"
-        if torch._C._cuda_isHistoryEnabled():
+        if internals.cuda_history():
             return "the history of memory is recorded"
         return None
 
@@ -192,9 +194,8 @@ def _own_workspaces() -> Iterator[None]:
 
     Otherwise all graphs and eager calls of a stream would share one, also where they overlap.
     """
-    clear: Any = torch._C._cuda_clearCublasWorkspaces
-    clear()
+    internals.clear_cublas_workspaces()
     try:
         yield
     finally:
-        clear()
+        internals.clear_cublas_workspaces()

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation
 from ..op.kinds import is_built_in
+from ..torch_internals import compiling
 from ..traced_calls import Functions
 from .program import Program
-from .traced import compiling, execute
+from .traced import execute
 
 __all__ = ["Places", "fits", "functions", "name_of"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
 
+from .. import torch_internals as internals
 from ..buffer_reuse import only_reference
 from ..errors import CacheFullError, ContextError, InputError
 from ..fusion import Stage
@@ -24,7 +24,6 @@ from .specialized import Backward, Specialization
 from .verification import Verification
 
 __all__ = [
-    "CAN_CLEAR",
     "Kwargs",
     "Tape",
     "backward_of_eager",
@@ -39,10 +38,6 @@ __all__ = [
 ]
 
 Kwargs = Sequence[dict[str, Any]] | None
-
-# Releases a node's saved tensors while its backward still runs. Without it, the tensors of a whole
-# group would stay allocated until its last gradient is computed.
-CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
 
 
 class Tape:
@@ -101,7 +96,7 @@ def execute_forward(
     if (
         parameters is not None
         and recorded.refusal is None
-        and not profiler._is_profiler_enabled
+        and not internals.is_profiled()
         and (keywords := keywords_of(kwargs)) is not None
     ):
         tensors = *extra_inputs, *keywords.tensors
@@ -225,7 +220,7 @@ def _each(kwargs: Kwargs, program: Program) -> Sequence[dict[str, Any]]:
 
 
 def _emission(verification: Verification | None) -> Emission:
-    return Emission(verification is not None, profiler._is_profiler_enabled)
+    return Emission(verification is not None, internals.is_profiled())
 
 
 def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
@@ -285,11 +280,11 @@ def execute_backward(
     program, contexts, marked, hooked, verification, special = func_ctx.forwarded
     saved = _saved_by_forward(tensors, marked, hooked)
     del tensors
-    if saved and not keep and CAN_CLEAR:
+    if saved and not keep and internals.CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
     how = contexts, verification
-    if special is None or hooked or dx is None or profiler._is_profiler_enabled:
+    if special is None or hooked or dx is None or internals.is_profiled():
         return _run_backward(program, dx, grad_outputs, saved, *how)
     recorded = program.specializations
     kept = recorded.kept()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,7 +22,6 @@ __all__ = [
     "Plan",
     "ReplayRecord",
     "Step",
-    "Texts",
     "Wiring",
     "expand",
     "needs_of",
@@ -253,7 +253,7 @@ class Plan(_Compared):
             UnknownFusionError: the plan has no record of it; a ``KeyError`` too.
             IndexError: there is no such operation.
         """
-        return Texts.why(self, name, at)
+        return _shown(self, "why", name, at)
 
     @property
     def program(self) -> str:
@@ -262,7 +262,7 @@ class Plan(_Compared):
         Of several groups of operations, their programs one after another. A call in a profile or
         under torch.compile executes the same with a few lines more.
         """
-        return Texts.program(self)
+        return _shown(self, "program")
 
     @property
     def recorded(self) -> str:
@@ -280,25 +280,31 @@ class Plan(_Compared):
         return "\n".join(parts).rstrip("\n")
 
     def __str__(self) -> str:
-        return Texts.text(self)
+        return _shown(self, "text")
 
     # Names that notebooks look for.
 
     def _repr_html_(self) -> str:
-        return Texts.html(self)
+        return _shown(self, "html")
 
     def _repr_svg_(self) -> str:
-        return Texts.svg(self)
+        return _shown(self, "svg")
 
 
-class Texts:
-    """What shows plans; ``plan_text.py``, ``program.py`` and ``report/picture.py`` set it."""
+def _shown(plan: Plan, way: str, *args: Any) -> str:
+    """A plan as text, by what stands above plans and is loaded when a plan is shown."""
+    module, name = _WAYS[way]
+    shown: str = getattr(import_module(f"opfuser.{module}"), name)(plan, *args)
+    return shown
 
-    text: Callable[[Plan], str]
-    why: Callable[[Plan, str, int | None], str]
-    program: Callable[[Plan], str]
-    svg: Callable[[Plan], str]
-    html: Callable[[Plan], str]
+
+_WAYS = {
+    "html": ("report.picture", "card"),
+    "program": ("engine.program", "program_text"),
+    "svg": ("report.picture", "picture"),
+    "text": ("engine.plan_text", "text"),
+    "why": ("engine.reasons", "why"),
+}
 
 
 def needs_of(step: Step, needs: Needs) -> Needs:

@@ -15,8 +15,8 @@ from ..op.kinds import is_built_in
 from ..quantization.quantizers import multiplies
 from .folding import Fold, NamePart, fold, joined_numbers, joined_parts
 from .plain_modules import replacement
-from .plan import Plan, Step, Texts
-from .reasons import fusion_lines, places, span, why, wrapped
+from .plan import Plan, Step
+from .reasons import fusion_lines, places, span, wrapped
 
 __all__ = ["FoldText", "StepText", "computed_by", "fold_text", "runs_backward", "text", "varying"]
 
@@ -378,7 +378,3 @@ def _operations(indices: Sequence[int]) -> str:
 
 def _some(texts: Sequence[str]) -> str:
     return ", ".join(texts if len(texts) <= 6 else [*texts[:4], "...", texts[-1]])
-
-
-Texts.text = staticmethod(text)
-Texts.why = staticmethod(why)

@@ -13,7 +13,6 @@ from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
 from ..registry import FusionHandle
-from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
 from .dumps import Dump
 from .limits import Limits
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_between

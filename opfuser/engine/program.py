@@ -14,11 +14,11 @@ from ..fusion import Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
 from .emission import PLAIN, Emission, Layout, Text, emit_backward, emit_forward
-from .plan import Plan, RecordedCalls, Step, Texts
+from .plan import Plan, RecordedCalls, Step
 from .routing import Routing
 from .specialized import Specializations
 
-__all__ = ["Program"]
+__all__ = ["Program", "program_text"]
 
 _layouts: dict[Hashable, int] = {}
 _numbers = count()
@@ -216,7 +216,7 @@ def _needs_of_steps(
     return tuple(needs)
 
 
-def _program_text(plan: Plan) -> str:
+def program_text(plan: Plan) -> str:
     """The text that ``print(plan.program)`` shows, without a line's end at its end."""
     if plan.wiring is None:
         return "\n\n\n".join(_texts_of_groups(plan.groups))
@@ -232,8 +232,5 @@ def _texts_of_groups(plans: Sequence[Plan]) -> Iterator[str]:
         which = f"operation {first}" if first == last else f"operations {first} to {last}"
         counted = ", counted from 0 below" if first else ""
         heading = f"# {which}{counted}\n" if len(plans) > 1 else ""
-        yield heading + _program_text(plan)
+        yield heading + program_text(plan)
         first = last + 1
-
-
-Texts.program = staticmethod(_program_text)

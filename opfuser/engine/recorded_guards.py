@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.nn import functional as F
 
+from .. import torch_internals as internals
 from ..attention.cache import PendingCache
 from ..change_tracking import Clock
 from ..events import telling
@@ -140,7 +141,7 @@ def guard_of_call(
         "telling": telling._State,
         "Clock": Clock,
         "is_inference": torch.is_inference_mode_enabled,
-        "functorch": torch._C._are_functorch_transforms_active,
+        "functorch": internals.transforms_active,
         "profiler": profiler,
         "forward_ad": forward_ad,
         "quantized": quantized,
@@ -199,13 +200,13 @@ def guard_of_call(
         listed = ", ".join(map(_read, recorder.places))
         terms.append(f"places([{listed}]) == {constant(recorder.places_of_given())}")
     if x.is_cuda:
-        names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
+        names |= {"current_device": internals.cuda_device, "modes": internals.attention_settings}
         terms.append(f"current_device() == {x.get_device()}")
         # The guard of the program compares no devices of parameters, and launches take addresses.
         terms += [
             f"parameters[{n}].get_device() == {t.get_device()}" for n, t in enumerate(parameters)
         ]
-        terms.append(f"modes() == {constant(_modes())}")
+        terms.append(f"modes() == {constant(internals.attention_settings())}")
         terms.append(f"not ({_addresses((x, parameters, extra_inputs, unwritten))}) & 15")
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
     guard: Callable[..., bool] = eval(text, names)
@@ -241,16 +242,3 @@ def _read(name: str) -> str:
         return name
     rows = {"p": "parameters", "e": "extra_inputs", "k": "kept"}
     return f"{rows[name[0]]}[{name[1:]}]"
-
-
-def _modes() -> Hashable:
-    """What operations ask on a GPU before they choose a kernel of attention."""
-    c = torch._C
-    return (
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        tuple(c._get_sdp_priority_order()),
-        c._get_deterministic_algorithms(),
-    )

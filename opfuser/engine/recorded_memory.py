@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from .plan import Step
 
 __all__ = [
@@ -279,7 +280,7 @@ class Scratch:
 
     def __call__(self, stream: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]:
         """The tensors, and the list to which they are appended at the end of the pass."""
-        if _HAS_GRAPHS and torch._C._cuda_isCurrentStreamCapturing():
+        if _HAS_GRAPHS and internals.cuda_captures():
             return self._made(), []
         free = self._free.get(stream)
         if free is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
+from .. import torch_internals as internals
 from .emission import Text
 from .plan import Step
 from .recorded_memory import Call, frugal, scratch_of, unmarked
@@ -47,7 +46,7 @@ def text_of(
     used = {name for call in calls for name in call.reads} | set(returned)
     lines += [("    " + line, None) for name, line in opening if name is None or name in used]
     if device is not None:
-        names["current_stream"] = torch._C._cuda_getCurrentRawStream
+        names["current_stream"] = internals.cuda_stream
         lines.append((f"    stream = current_stream({device})", None))
     if small:
         lines.append(("    numbers, free = scratch(stream)", None))

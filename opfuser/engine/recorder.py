@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .. import torch_internals as internals
 from ..buffer_reuse import any_overlap
 from ..recording import watched
 from .emission import Text
@@ -90,7 +91,7 @@ def memory_of_all(tensors: Iterable[Tensor | None]) -> set[int]:
     present = [t for t in tensors if t is not None]
     if any(t.layout is not torch.strided for t in present):
         raise NotRecordableError("a tensor has no memory of its own")
-    return {t.untyped_storage()._cdata for t in present}
+    return {internals.memory_of(t) for t in present}
 
 
 class _Known(NamedTuple):
@@ -229,7 +230,7 @@ class Recorder(TorchFunctionMode):
         known = self._find(tensor)
         if known is None:
             raise NotRecordableError("a result comes from elsewhere than from the calls seen")
-        if tensor.untyped_storage()._cdata in self._unwritten and tensor.numel():
+        if internals.memory_of(tensor) in self._unwritten and tensor.numel():
             raise NotRecordableError("nothing was seen to write to a result")
         return known.name
 
@@ -240,7 +241,7 @@ class Recorder(TorchFunctionMode):
 
     def is_view_of_own(self, result: Tensor) -> bool:
         """Whether a result is a view of memory that a call has made."""
-        return result._is_view() and self._known[id(result)].root > self._first_made
+        return internals.is_view(result) and self._known[id(result)].root > self._first_made
 
     def places_of_given(self) -> Hashable:
         """Where those lay whose place was asked for, as :func:`places` tells it."""
@@ -300,10 +301,10 @@ class Recorder(TorchFunctionMode):
         several: Callable[..., Any] | None,
         each: bool,
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with internals.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
-            with self._noting(), torch._C.DisableTorchFunction():
+            with self._noting(), internals.DisableTorchFunction():
                 given = _tensors_in(args)
                 if reads or writes is not None:
                     only_reads = flag is not None and not args[flag]
@@ -396,7 +397,7 @@ class Recorder(TorchFunctionMode):
         """Notes that nobody else has a tensor, which may be written to therefore."""
         if self._refusal is not None:
             return
-        with self._noting(), torch._C.DisableTorchFunction():
+        with self._noting(), internals.DisableTorchFunction():
             if self._is_theirs(tensor):
                 raise NotRecordableError("memory of the caller may be written to")
             own = self._name_of_given(tensor)
@@ -419,7 +420,7 @@ class Recorder(TorchFunctionMode):
             raise NotRecordableError(f"{name} writes to a tensor of the caller")
         self._unwritten -= memory_of_all(written)
         for t in given:
-            if t.untyped_storage()._cdata in self._unwritten and t.numel():
+            if internals.memory_of(t) in self._unwritten and t.numel():
                 raise NotRecordableError(f"{name} reads what nothing was seen to write to")
 
     def _add(
@@ -429,14 +430,14 @@ class Recorder(TorchFunctionMode):
         parts = result if isinstance(result, (tuple, list)) else [result]
         if any(isinstance(part, (tuple, list, dict)) for part in parts):
             raise NotRecordableError("results are nested")
-        roots = {t.untyped_storage()._cdata: self._find(t) for t in given}
+        roots = {internals.memory_of(t): self._find(t) for t in given}
         shares: list[str] = []
         results: list[str | None] = []
         for part in parts:
             if not isinstance(part, Tensor):
                 results.append(None)
                 continue
-            memory = part.untyped_storage()._cdata
+            memory = internals.memory_of(part)
             of = roots.get(memory)
             if of is None:
                 self._unwritten.discard(memory)
@@ -446,7 +447,7 @@ class Recorder(TorchFunctionMode):
             if known is not None:  # the same view under a name that it has
                 self._known[id(part)] = _Known(weakref.ref(part), known, root)
                 return
-            same = [self._find(t) for t in given if t.untyped_storage()._cdata == memory]
+            same = [self._find(t) for t in given if internals.memory_of(t) == memory]
             shares += [other.name for other in same if other is not None]
             name = f"t{next(self._numbers)}"
             self._views[place] = name
@@ -518,7 +519,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Notes a launch of a kernel (``kernels.launch.Launch``) that has just run."""
         if self._refusal is None:
-            with self._noting(), torch._C.DisableTorchFunction():
+            with self._noting(), internals.DisableTorchFunction():
                 self._note_launch(launch, grid, tensors, ints, floats)
 
     def _note_launch(
@@ -532,7 +533,7 @@ class Recorder(TorchFunctionMode):
         if not all(grid):
             return
         given = [t for t in tensors if t is not None]
-        starts = [(t.untyped_storage()._cdata, t.storage_offset() * t.itemsize) for t in given]
+        starts = [(internals.memory_of(t), t.storage_offset() * t.itemsize) for t in given]
         twice = [t for n, t in enumerate(given) if starts[n] in starts[:n]]
         if any(map(self._is_theirs, twice)):
             raise NotRecordableError(f"{launch.name} writes to a tensor of the caller")
@@ -581,7 +582,7 @@ class Recorder(TorchFunctionMode):
         if is_method:
             return f"{target}.{name}({', '.join(rest)})"
         # An overload's call is a function in Python around this one.
-        called = getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
+        called = internals.called_by(func) if isinstance(func, internals.OpOverload) else func
         return f"{self._bind(called, name)}({', '.join(rest)})"
 
     def _index(self, index: Any, reads: list[str]) -> str:
@@ -673,8 +674,8 @@ def _asked_by() -> tuple[str, str]:
 
 
 def _name_of_function(func: Any) -> str:
-    if isinstance(func, torch._ops.OpOverload):
-        return str(func._schema.name.partition("::")[2])
+    if isinstance(func, internals.OpOverload):
+        return str(internals.schema_of(func).name.partition("::")[2])
     return str(getattr(func, "__name__", type(func).__name__))
 
 
@@ -685,9 +686,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     if outs:
         return outs
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if isinstance(func, torch._ops.OpOverload):
-        written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        given = dict(zip([a.name for a in func._schema.arguments], args)) | kwargs
+    if isinstance(func, internals.OpOverload):
+        arguments = internals.schema_of(func).arguments
+        written = [a for a in arguments if a.alias_info and a.alias_info.is_write]
+        given = dict(zip([a.name for a in arguments], args)) | kwargs
         return _tensors_in([given.get(a.name) for a in written])
     if name.startswith("__i") and name.endswith("__"):
         in_place = name not in ("__invert__", "__index__")
@@ -696,7 +698,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 def _is_reshaped(x: Tensor, result: Tensor) -> bool:
     """Whether ``x.view(result.shape)`` is just the view that ``result`` is."""
-    with torch._C.DisableTorchFunction():
+    with internals.DisableTorchFunction():
         try:
             view = x.view(result.shape)
         except RuntimeError:  # strides do not allow for it: it is another view, or a copy
@@ -706,7 +708,7 @@ def _is_reshaped(x: Tensor, result: Tensor) -> bool:
 
 def _is_plain_memory(result: Any) -> bool:
     """Whether ``torch.empty_strided`` returns the like of ``result``, which was just allocated."""
-    with torch._C.DisableTorchFunction():
+    with internals.DisableTorchFunction():
         return (
             type(result) is Tensor
             and result.layout is torch.strided

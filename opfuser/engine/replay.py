@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad, profiler
 
 from .. import gemm_providers
+from .. import torch_internals as internals
 from ..attention import context_parallel
 from ..events.kinds import BytesSaved, FallbackTaken
 from ..events.telling import emit, generation
@@ -213,7 +213,7 @@ class Replays:
         trial: Trial,
     ) -> tuple[Flight | Refusal | None, Trial | None]:
         """As :meth:`_find`, while it is not decided whether calls are replayed."""
-        if profiler._is_profiler_enabled:  # calls take longer
+        if internals.is_profiled():  # calls take longer
             return None, None
         kind.refusal = _refusal_of_program(call.program)
         if kind.refusal is not None:
@@ -331,13 +331,13 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
         return Refusal("OP_KWARGS", "keyword arguments of operations are not recorded")
     if not (_PLAIN.issuperset(map(type, inputs)) and _PLAIN.issuperset(map(type, parameters))):
         return Refusal("TENSOR_TYPE", "tensors of a subclass may do more than launch kernels")
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if internals.dispatch_modes() or internals.function_modes():
         return Refusal("TORCH_MODE", "a TorchDispatchMode or TorchFunctionMode is to see all calls")
     if context_parallel.is_active():
         return Refusal("TORCH_MODE", "torch's context_parallel has attention exchange tensors")
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if internals.transforms_active() or internals.in_forward_mode():
         return Refusal("TRANSFORM", "a transform of torch.func, or forward mode, is under way")
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if internals.saved_tensors_hooks(False) is not None:
         return Refusal("SAVED_TENSOR_HOOKS", "hooks, as of a checkpoint, are to see saved tensors")
     if torch.is_anomaly_enabled():
         return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
@@ -369,7 +369,7 @@ def _refusal_unless_asked(graphs: type[Graph]) -> Refusal | None:
         return Refusal("DEBUGGING", objection)
     if BytesSaved.wanted:
         return Refusal("WATCHED", "what every call saves is to be told")
-    if torch._C._get_deterministic_algorithms():
+    if torch.are_deterministic_algorithms_enabled():
         return Refusal("DETERMINISTIC", "which calls are replayed would depend on measured times")
     return None
 
@@ -410,21 +410,10 @@ def _is_replayable(op: nn.Module) -> bool:
 
 def _modes() -> Hashable:
     """States of the process that decide what is launched."""
-    c = torch._C
     return (
         torch.is_inference_mode_enabled(),
-        c._get_deterministic_algorithms(),
-        # The older getter raises once the newer setter was used.
-        c._get_fp32_precision_getter("cuda", "matmul"),
-        c._get_cublas_allow_bf16_reduced_precision_reduction(),
-        c._get_cublas_allow_fp16_reduced_precision_reduction(),
-        c._get_cublas_allow_fp16_accumulation(),
-        c._get_blas_preferred_backend(),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        tuple(c._get_sdp_priority_order()),
+        internals.attention_settings(),
+        internals.product_settings(),
         # Without it collectives are identities.
         dist.is_available() and dist.is_initialized(),
     )

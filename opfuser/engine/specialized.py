@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from .. import torch_internals as internals
 from ..attention import context_parallel
 from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
@@ -341,7 +341,7 @@ class Specializations:
         straight = Straight("forward", arguments_of, opening, (closing, names), how)
         function = program.specialize("forward", recorder.text(straight))
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
-        own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
+        own = tuple(t is not None and internals.memory_of(t) not in theirs for t in saved)
         made = Specialization(kind[0], guard, function, contexts, own)
         self._kinds.pop(kind, None)  # it may be replaced, and come again
         self.found = (made, *self.found[: _MAX_FOUND - 1])
@@ -419,7 +419,7 @@ class Specializations:
         if dy.is_cpu:
             how: Hashable = torch.get_num_threads()
         else:
-            how = dy.data_ptr() & 15, torch._C._get_deterministic_algorithms()
+            how = dy.data_ptr() & 15, torch.are_deterministic_algorithms_enabled()
         autocast = autocast_dtype(dy.device) if any_autocast() else None
         kind: Hashable = keep, dy.stride(), how, autocast
         if received:
@@ -527,20 +527,16 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
     return (
         all(map(is_plain, (x, *parameters, *extra_inputs)))
         and x.numel() > 0
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
+        and not internals.dispatch_modes()
+        and not internals.function_modes()
+        and not internals.transforms_active()
         and not context_parallel.is_active()
         and not is_watched()
         and not torch.is_anomaly_enabled()
         and not telling._State.subscriptions
-        and forward_ad._current_level < 0
+        and not internals.in_forward_mode()
         and not (
-            x.is_cuda
-            and (
-                torch._C._cuda_isCurrentStreamCapturing()
-                or torch._C._cuda_getDevice() != x.get_device()
-            )
+            x.is_cuda and (internals.cuda_captures() or internals.cuda_device() != x.get_device())
         )
     )
 

@@ -7,13 +7,13 @@ backward changes no context of forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..torch_internals import compiling, is_view
 from ..tracing import exporting, transforms_active
 from .autograd import batched_like, execute_eagerly, returned
 from .exported import execute_exported
@@ -21,7 +21,7 @@ from .passes import Kwargs, Tape, traced_backward, traced_forward
 from .program import Program
 from .steps import zeros
 
-__all__ = ["compiling", "execute"]
+__all__ = ["execute"]
 
 _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
@@ -93,7 +93,7 @@ class _InGraphFunction(torch.autograd.Function):
     ) -> Any:
         output, outputs = _forward(func_ctx, program, kwargs, input_, tensors)
         # What is traced has no memory, and is functional in any case.
-        output = output.detach() if output._is_view() else output
+        output = output.detach() if is_view(output) else output
         return returned(func_ctx, program, output, outputs)
 
     @staticmethod
@@ -122,17 +122,3 @@ def _backward(
         grad_output = zeros(func_ctx.output_like)
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
     return None, None, *traced_backward(program, grad_output, grad_outputs, contexts, saved)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """What runs within it is traced, as code that Dynamo interprets is.
-
-    As torch.export does it; torch.compile itself does from 2.13 on.
-    """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before

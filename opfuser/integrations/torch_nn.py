@@ -15,7 +15,7 @@ from ..change_tracking import replaces_forward
 from ..errors import ArgumentTypeError, NotSupportedError, explain
 from ..linear import Linear
 from ..op import FusedOperation, FusibleOperation
-from ..sequential import Exports, Sequential
+from ..sequential import Sequential
 
 __all__ = ["to_torch"]
 
@@ -114,9 +114,6 @@ def to_torch(module: nn.Module) -> nn.Module:
             )
         )
     return out
-
-
-Exports.to_torch = staticmethod(to_torch)
 
 
 class _Writer(NamedTuple):

@@ -7,7 +7,6 @@ what may still differ between two calls is a few properties of the arguments, an
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import os
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from ..recording import watching
 from ..tracing import functional
 
@@ -236,7 +236,7 @@ class Launch:
         if watching.watcher is None:
             self._run(grid, tensors, ints, floats)
             return
-        with torch._C.DisableTorchFunction():  # what Triton asks of tensors is no call of the pass
+        with internals.DisableTorchFunction():  # what Triton asks of tensors is no call of the pass
             self._run(grid, tensors, ints, floats)
         watching.watcher.note_launch(self, grid, tensors, ints, floats)
 
@@ -274,12 +274,12 @@ class Launch:
         key = tuple(properties)
         # Triton is to refuse what is elsewhere, which it cannot see from a pointer.
         entry = None if elsewhere else self._recent.get(key) or self._find(key)
-        if entry is None or device != torch._C._cuda_getDevice():
+        if entry is None or device != internals.cuda_device():
             args = (*tensors, *ints, *floats)
             self._launch_by_triton(None if elsewhere else key, grid, args)
             return
         run, function, before, packed = entry
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = internals.cuda_stream(device)
         if packed:
             args = (*pointers, *ints, *floats, *self._values)
             run(x, y, z, stream, function, *before, args)
@@ -326,10 +326,11 @@ class Launch:
         began = time.perf_counter()
         with torch.cuda.device(args[0].device):
             kernel = function[grid](*args, *self._values, **self.options)
-        if key is not None and hasattr(kernel, "packed_metadata"):
+        entry = None if key is None else internals.launcher_of(kernel)
+        if key is not None and entry is not None:
             general, told = _general(key), _State.compiled
             is_new = general not in self._compiled
-            self._compiled[general] = _entry(kernel)
+            self._compiled[general] = entry
             if is_new and told is not None:
                 kinds = tuple(map(_kind, args))
                 told(self, kinds, args[0].device, time.perf_counter() - began)
@@ -368,28 +369,6 @@ def _kind(argument: Tensor | int | float | None) -> str:
     if isinstance(argument, float):
         return "float32"
     return "1" if argument == 1 else "16n" if argument & 15 == 0 else "int"
-
-
-def _entry(kernel: Any) -> _Entry:
-    """How a kernel is launched.
-
-    Where the launcher is a Python function around one in C, and has no memory to allocate, it hands
-    on its arguments and constants of its own. Then those are kept, and the one in C is called.
-    """
-    run, metadata = kernel.run, kernel.packed_metadata
-    plain = run, kernel.function, (metadata, None, None, None), False
-    sizes = getattr(run, "global_scratch_size", 1), getattr(run, "profile_scratch_size", 1)
-    if any(sizes) or not hasattr(run, "launch"):
-        return plain
-    handed_on: list[tuple[Any, ...]] = []
-    outer = copy.copy(run)
-    outer.launch = lambda *args: handed_on.append(args)
-    mark = object()
-    outer(1, 1, 1, 0, kernel.function, metadata, None, None, None, mark)
-    (args,) = handed_on
-    if args[:5] != (1, 1, 1, 0, kernel.function) or args[-1] not in (mark, (mark,)):
-        return plain
-    return run.launch, kernel.function, args[5:-1], args[-1] is not mark
 
 
 def _load(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from .launch import Launch, runs
 from .quantize_plain import largest
 from .scales_plain import KeptScales, update_plain
@@ -97,7 +98,7 @@ def _is_of(table: _Table, device: torch.device, operations: Sequence[KeptScales]
 
 
 def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return internals.cuda_stream(device.index) if device.type == "cuda" else 0
 
 
 def _made(device: torch.device, operations: Sequence[KeptScales]) -> _Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from ..recording import seen_whole
 from .launch import runs
 
@@ -24,9 +25,9 @@ def zeros_for(x: Tensor, count: int) -> list[Tensor]:
         return [_zeros(x, 1) for _ in range(count)]
     stream = 0
     if x.is_cuda:
-        if torch._C._cuda_isCurrentStreamCapturing():  # a replay is to fill it again
+        if internals.cuda_captures():  # a replay is to fill it again
             return [_zeros(x, 1) for _ in range(count)]
-        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+        stream = internals.cuda_stream(x.get_device())
     elif x.is_meta:  # who counts launches counts no fill
         return [x.new_empty(1, dtype=torch.float32) for _ in range(count)]
     found: list[Tensor] = []

@@ -24,6 +24,7 @@ from ..errors import (
     explain,
 )
 from ..gemm_providers import GemmChoice
+from ..torch_internals import constant_result
 from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
 from .results import parameter_grads
 
@@ -119,13 +120,11 @@ class BasicOperation(FusibleOperation):
                 self.__dict__["_settings"] = settings
         return settings
 
+    @constant_result
     def _accepted_keywords(self) -> tuple[str, ...] | None:
         """The keywords that :meth:`op_forward` takes; None: any."""
         # A signature takes longer to read than some operations.
         return _keywords_of(getattr(self.op_forward, "__func__", self.op_forward))
-
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _accepted_keywords._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def quantized_refusal(self, env: Any) -> Any | None:
         """Why an operation with GEMMs is not computed as the recipe of ``env`` says, or None.

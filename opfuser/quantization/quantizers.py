@@ -36,6 +36,7 @@ from ..recipe import (
     Recipe,
 )
 from ..recording import is_recording
+from ..torch_internals import storage_address
 from .region import amax_group, keeping, kept_in_region
 from .state import QuantizationState, Stateful, state_of
 from .watch import is_watched, tell
@@ -244,7 +245,8 @@ class OperandQuantizer(NamedTuple):
         if found is None or found.source() is not source:
             codes = self._weight(w, scale, amax, rows=True, cols=True)
             found = kept[key] = _Kept(weakref.ref(source), source._version, storage, codes)
-        if found.version != source._version or found.storage._cdata != storage._cdata:
+        place, was_at = storage_address(storage), storage_address(found.storage)
+        if found.version != source._version or place != was_at:
             raise QuantizedWeightError(
                 explain(
                     "A weight does not change within keep_quantized_weights",

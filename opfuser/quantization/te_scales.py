@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import torch_internals as internals
 from ..errors import explain
 from ..recipe import Format
 
@@ -59,7 +60,7 @@ def _member(owner: Any, name: str) -> _Opaque:
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "getattr"): _member,  # by which Python pickles members of an enumeration
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): internals.rebuild_tensor,
     ("torch.storage", "_load_from_bytes"): _storage,
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals import memory_of
 from .dataflow import Dataflow, Node, Value, values_in
 
 __all__ = ["settle_writes"]
@@ -77,8 +78,7 @@ def _made(dataflow: Dataflow) -> Iterator[tuple[Value, int]]:
 
 
 def _memory(value: Value) -> int:
-    address: int = value.meta.untyped_storage()._cdata
-    return address
+    return memory_of(value.meta)
 
 
 def _is_own(node: Node) -> bool:

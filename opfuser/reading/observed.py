@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..torch_internals import GLOBAL_HOOKS
 from .reads import (
-    GLOBAL_HOOKS,
     HOOKS,
     MISSING,
     Reads,

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_file
 
 __all__ = [
     "CELL",
     "CODE",
     "DEFAULTS",
-    "GLOBAL_HOOKS",
     "HOOKS",
     "MISSING",
     "SHAPE",
@@ -33,13 +31,6 @@ __all__ = [
 
 MISSING = object()
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-# The dicts of hooks that all modules have.
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    module_file._global_forward_pre_hooks,
-    module_file._global_forward_hooks,
-    module_file._global_backward_pre_hooks,
-    module_file._global_backward_hooks,
-)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # Without `operator.attrgetter`, which takes three times as long.
 _DTYPE: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
+from .. import torch_internals as internals
 from .observed import Observed, attributes_of
 from .random_states import DRAWS, GENERATORS, numpy_state, state_of
 from .reads import MISSING, is_of_python, is_scalar
@@ -38,12 +39,9 @@ _COLLECTIVES = frozenset(
 )
 _WRAPPERS = "nn.parallel.", "distributed.fsdp."
 # What is set for a whole process and no part of the key of a call, and what is never the same.
-_SETTINGS = frozenset(
-    function
-    for name, function in vars(torch._C).items()
-    if name == "is_inference_mode_enabled"
-    or (name.startswith("_get_") and name.endswith(("algorithms", "enabled", "tf32", "precision")))
-).union((os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f))))
+_SETTINGS = internals.SETTINGS.union(
+    (os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
+)
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -265,7 +263,7 @@ class Recording:
             self._apart = None
         elif frame is self._function:
             self._function = None
-            torch._C._set_grad_enabled(True)
+            internals.set_grad_enabled(True)
 
     def _named(self, holder: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         """Notes what a name stands for, and in modules and classes what other names may."""
@@ -290,7 +288,7 @@ class Recording:
         self.note_effect(f"has an autograd function, {frame.f_locals['cls'].__name__}")
         if torch.is_grad_enabled():  # as it would save tensors for a backward, and tell their hooks
             self._function = frame
-            torch._C._set_grad_enabled(False)
+            internals.set_grad_enabled(False)
 
     def _effect(self, text: str) -> Callable[[types.FrameType], None]:
         return lambda frame: self.note_effect(text)

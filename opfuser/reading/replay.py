@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import torch_internals as internals
 from .arguments import CASTS, is_number
 from .dataflow import Node, Value, map_leaves, values_in
 from .kept import KeptError
@@ -42,7 +42,7 @@ _ARITHMETIC = frozenset("add sub mul neg rsub __rsub__ multiply subtract negativ
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Computes on the CPU, whatever modes and default device the caller has set."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with internals.without_modes(), internals.DisableTorchFunction(), torch.no_grad():
         yield
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ..torch_internals import GLOBAL_HOOKS, without_modes
 from ..tracing import transforms_active
 from .call_key import CallKey, call_key, constant_sizes
 from .captured_outputs import is_idle
 from .child_calls import recorded_calls
 from .dataflow import Dataflow, map_leaves
 from .kept import KeptError, NotNowError
-from .reads import GLOBAL_HOOKS, Reads
+from .reads import Reads
 from .recording import is_tracing
 from .sizes import Sizes, guard_of, value_of
 from .stand_ins import Update, cached_length
@@ -106,7 +106,7 @@ def trace(
     with ExitStack() as end, ExitStack() as modes:
         end.callback(mode.forget)
         # What is around the call, such as a count of operations, is told of nothing.
-        modes.enter_context(_disable_current_modes())
+        modes.enter_context(without_modes())
         args, kwargs = map_leaves(mode.take, args), map_leaves(mode.take, kwargs)
         for container in _containers((args, kwargs)):
             mode.recording.observed.hold(container)

@@ -9,10 +9,10 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..torch_internals import FakeTensorMode
 from .call_key import is_dtensor, is_plain
 from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
 from .kept import KeptError

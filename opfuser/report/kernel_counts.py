@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..attention.call import Call, Heads, Kernel, Result, request_of
 from ..attention.choice import KERNELS, expanded
 from ..kernels.launch import Recorded, recorded
+from ..torch_internals import memory_of, schema_of, storage_address
 
 __all__ = ["Counts", "KernelCounter", "counting", "size_of"]
 
@@ -95,7 +96,7 @@ class KernelCounter(TorchDispatchMode):
         if packet in _ALLOCATE:
             for t in made:
                 storage = t.untyped_storage()
-                self._blank[storage._cdata] = StorageWeakRef(storage)
+                self._blank[storage_address(storage)] = StorageWeakRef(storage)
         elif not func.is_view and packet not in _VIEW:
             self._count(func, packet, args, kwargs or {}, made)
         return result
@@ -103,8 +104,8 @@ class KernelCounter(TorchDispatchMode):
     def _count(
         self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Any, made: list[Tensor]
     ) -> None:
-        given = list(zip(func._schema.arguments, args))
-        given += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        given = list(zip(schema_of(func).arguments, args))
+        given += [(a, kwargs[a.name]) for a in schema_of(func).arguments if a.name in kwargs]
         read: list[Tensor] = []
         changed: list[Tensor] = []
         for argument, value in given:
@@ -130,7 +131,7 @@ class KernelCounter(TorchDispatchMode):
             for t in launch.tensors:
                 if t is not None:
                     # What is given a second time is changed in place.
-                    blank = t.untyped_storage()._cdata in self._blank
+                    blank = memory_of(t) in self._blank
                     (written if blank or _place(t) in seen else read).append(t)
                     seen.add(_place(t))
             self.add(sum(map(size_of, read)), sum(map(size_of, written)))
@@ -158,7 +159,7 @@ class KernelCounter(TorchDispatchMode):
     def fill(self, tensors: Iterable[Tensor]) -> None:
         """Notes that these have been written to."""
         for t in tensors:
-            self._blank.pop(t.untyped_storage()._cdata, None)
+            self._blank.pop(memory_of(t), None)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -180,7 +181,7 @@ def _sizes(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _place(t: Tensor) -> Any:
-    return t.untyped_storage()._cdata, t.storage_offset(), t.shape
+    return memory_of(t), t.storage_offset(), t.shape
 
 
 @contextmanager

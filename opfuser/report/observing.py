@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..engine.plan import Plan
 from ..errors import ArgumentTypeError
 from ..sequential import Sequential
+from ..torch_internals import modules_called_by
 
 __all__ = ["SequenceCall", "calls_seen", "observed"]
 
@@ -89,24 +90,21 @@ def calls_seen(
         enter: is given the module.
         leave: is given the module, its positional arguments, and its result, or None if it raised.
     """
-    original: Any = (
-        nn.Module._call_impl
-    )  # and not __call__, by which fused operations know their own
 
-    def seen(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        enter(module)
-        output = None
-        try:
-            output = original(module, *args, **kwargs)
-        finally:
-            leave(module, args, output)
-        return output
+    def told(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seen(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            enter(module)
+            output = None
+            try:
+                output = original(module, *args, **kwargs)
+            finally:
+                leave(module, args, output)
+            return output
 
-    nn.Module._call_impl = seen  # type: ignore[method-assign, assignment]
-    try:
+        return seen
+
+    with modules_called_by(told):
         yield
-    finally:
-        nn.Module._call_impl = original  # type: ignore[method-assign]
 
 
 def _distinct(path: str, taken: set[str]) -> str:

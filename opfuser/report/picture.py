@@ -8,7 +8,7 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..engine.plan import Plan, Texts
+from ..engine.plan import Plan
 from ..engine.plan_text import computed_by, runs_backward
 from ..errors import counted
 from ..op.kinds import is_built_in
@@ -406,7 +406,3 @@ def _levels(arcs: Iterable[_Arc]) -> dict[_Arc, int]:
         }
         levels[arc] = next(n for n in range(len(taken) + 1) if n not in taken)
     return levels
-
-
-Texts.svg = staticmethod(picture)
-Texts.html = staticmethod(card)

@@ -38,6 +38,7 @@ from ..fusion import Stage
 from ..op import FusibleOperation
 from ..op.kinds import has_called_parts
 from ..sequential import Sequential
+from ..torch_internals import memory_of, storage_address
 from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed
 from .sizes import in_bytes
@@ -254,7 +255,7 @@ class _Run:
         self.counter = counter
         self.saved: dict[str, dict[int, int]] = {}
         self.saved_bytes = 0
-        self._held = {t.untyped_storage()._cdata for t in held}
+        self._held = {memory_of(t) for t in held}
         # By address, which a weak reference keeps from being used twice.
         self._by_steps: dict[int, StorageWeakRef] = {}
         self._by_autograd: dict[int, StorageWeakRef] = {}
@@ -275,7 +276,7 @@ class _Run:
 
     def _new(self, t: Tensor, seen: dict[int, StorageWeakRef]) -> int:
         storage = t.untyped_storage()
-        at = storage._cdata
+        at = storage_address(storage)
         if at in self._held or at in seen:
             return 0
         seen[at] = StorageWeakRef(storage)

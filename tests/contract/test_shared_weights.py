@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
-from opfuser.basic._autograd_state import stash
+from opfuser.torch_internals import stash
 from tests.contract.gradients import ADDS
 from tests.contract.tensors import F64, close, fill, leaf, rand
 

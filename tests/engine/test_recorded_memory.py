@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuser import torch_internals
 from opfuser.engine import recorded_memory
 from opfuser.engine.recorded_memory import Allocation, Scratch
 from opfuser.recording import seen_whole, watching
@@ -57,8 +58,7 @@ class Launch:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The current stream, which tests may change."""
     stream = [0]
-    name = "_cuda_getCurrentRawStream"
-    monkeypatch.setattr(torch._C, name, lambda device: stream[0], raising=False)
+    monkeypatch.setattr(torch_internals, "cuda_stream", lambda device: stream[0])
     return stream
 
 
@@ -202,8 +202,7 @@ def test_calls_at_once_have_small_memory_of_their_own() -> None:
 def test_what_is_captured_has_small_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [False]
     monkeypatch.setattr(recorded_memory, "_HAS_GRAPHS", True)
-    name = "_cuda_isCurrentStreamCapturing"
-    monkeypatch.setattr(torch._C, name, lambda: captures[0], raising=False)
+    monkeypatch.setattr(torch_internals, "cuda_captures", lambda: captures[0])
     scratch = Scratch([Allocation((1,), (1,), torch.float32, HERE)])
 
     def use() -> Tensor:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from opfuser import torch_internals
 from opfuser.events import KernelCompiled, record_events, subscribe
 from opfuser.kernels.launch import Launch, has_fp4, has_fp8, multiprocessors, recorded, runs
 
@@ -138,8 +139,8 @@ def test_the_launcher_in_c_gets_what_the_one_in_python_hands_on(
     monkeypatch.setattr(Launch, "function", {grid: launch_by_triton})
     monkeypatch.setattr("opfuser.kernels.launch.INTERPRETED", False)
     monkeypatch.setattr("torch.cuda.device", nullcontext)
-    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch_internals, "cuda_device", lambda: -1)
+    monkeypatch.setattr(torch_internals, "cuda_stream", lambda device: 7)
     launch = Launch("nowhere:nothing", {})
     x, y = torch.empty(4), torch.empty(4)
     told: list[KernelCompiled] = []

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+
+import pytest
+
+import opfuser
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +23,42 @@ import torch
 before = set(sys.modules)
 import opfuser
 print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+LOADED = """
+import json, sys
+import opfuser
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("opfuser."))))
+"""
+
+# What a sequence that runs does not need.
+NOT_LOADED = (
+    "applying",
+    "cli",
+    "engine.plan_text",
+    "engine.reasons",
+    "expectations",
+    "hf",
+    "integrations",
+    "models",
+    "optim",
+    "reading",
+    "report",
+    "testing",
+)
+MOST_MODULES = 245
+
+USED_LATER = """
+import sys
+import torch
+import opfuser
+assert "opfuser.report" not in sys.modules
+seq = opfuser.Sequential(opfuser.Linear(4, 2), opfuser.GELU())
+plan = seq.plan(torch.ones(3, 4))
+assert "<svg" in plan._repr_svg_() and "<" in plan._repr_html_()
+assert str(plan) and plan.program
+assert type(seq.to_torch()).__module__.startswith("torch.nn")
+assert "opfuser.reading" not in sys.modules
 """
 
 RUN_WITHOUT_TRITON = """
@@ -54,6 +97,49 @@ def test_import_adds_only_torch_modules_that_are_light() -> None:
     assert packages <= {"opfuser", "torch", "typing_extensions"} | sys.stdlib_module_names
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
     assert [name for name in new if name.startswith(heavy)] == []
+
+
+def test_import_loads_what_a_sequence_needs() -> None:
+    loaded = json.loads(run_bare(LOADED))
+    late = tuple(f"opfuser.{name}" for name in NOT_LOADED)
+    assert [n for n in loaded if n in late or n.startswith(tuple(f"{m}." for m in late))] == []
+    assert len(loaded) <= MOST_MODULES
+
+
+def test_methods_load_what_they_use() -> None:
+    run_bare(USED_LATER)
+
+
+def test_names_that_load_later_are_those_that_type_checkers_read() -> None:
+    tree = ast.parse(Path(opfuser.__file__).read_text())
+    [block] = [
+        n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
+    read = {}
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom)
+        read |= {a.name: statement.module or a.name for a in statement.names}
+    modules = {name: name for name in opfuser._LATER_MODULES if name in read}
+    assert read == opfuser._LATER | modules
+    packages = {module.name for module in pkgutil.iter_modules(opfuser.__path__)}
+    assert set(opfuser._LATER_MODULES) <= packages
+    # Loading a module binds its name, which would hide another thing of that name.
+    assert not opfuser._LATER.keys() & packages
+
+
+@pytest.mark.parametrize("name", [*opfuser._LATER, *opfuser._LATER_MODULES])
+def test_a_name_loads_when_it_is_used(name: str) -> None:
+    assert name in dir(opfuser)
+    module = import_module(f"opfuser.{opfuser._LATER.get(name, name)}")
+    expected = getattr(module, name) if name in opfuser._LATER else module
+    assert getattr(opfuser, name) is expected
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    assert [name for name in opfuser.__all__ if not hasattr(opfuser, name)] == []
+    assert set(opfuser.__all__) <= set(dir(opfuser))
+    with pytest.raises(AttributeError, match="module 'opfuser' has no attribute 'not_there'"):
+        _ = opfuser.not_there
 
 
 def test_runs_without_triton_gpu_and_compiler() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import opfuser
-from opfuser.buffer_reuse import memory_of
+from opfuser import torch_internals
 from opfuser.engine import captured, graphs, replay, replay_trial
 from opfuser.engine.graphs import CudaGraph
 from opfuser.engine.replay_decision import (
@@ -27,6 +27,7 @@ from opfuser.engine.replay_decision import (
 from opfuser.engine.specialized import Specializations
 from opfuser.engine.threads import thread_that_may_wait
 from opfuser.fusion import Refusal
+from opfuser.torch_internals import memory_of
 from tests.replay.models import (
     DIM,
     assert_equal,
@@ -366,7 +367,7 @@ def test_which_threads_may_wait() -> None:
 
 def test_what_asks_for_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    monkeypatch.setattr(torch_internals, "cuda_history", lambda: False)
     assert CudaGraph.objection() is None
     for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
         with monkeypatch.context() as m:
@@ -375,7 +376,7 @@ def test_what_asks_for_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
             m.setenv(name, "0")
             assert CudaGraph.objection() is None
     with monkeypatch.context() as m:
-        m.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
+        m.setattr(torch_internals, "cuda_history", lambda: True)
         assert CudaGraph.objection() == "the history of memory is recorded"
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert CudaGraph.objection() == "memory is not that of torch's own allocator"

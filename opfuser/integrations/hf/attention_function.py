@@ -15,6 +15,7 @@ from opfuser import DotProductAttention
 from ...attention.masks import hides_queries
 from ...errors import NotSupportedError, explain
 from ...reading.recording import is_tracing
+from ...torch_internals import constant_result
 
 __all__ = ["NAME", "register_attention"]
 
@@ -140,6 +141,7 @@ def _mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 _operations: dict[tuple[Any, ...], DotProductAttention] = {}
 
 
+@constant_result
 def _prepare(what: tuple[Any, ...]) -> None:
     """Makes an operation with these numbers of heads, causality, scale and so on."""
     if what not in _operations:
@@ -155,10 +157,6 @@ def _prepare(what: tuple[Any, ...]) -> None:
             sinks=sinks,
             device="meta",
         )
-
-
-# As torch.compiler.assume_constant_result does, which imports the compiler.
-_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check(mask: Tensor | None, bias: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from ...applying.deferred import Deferred
 from ...engine.plain_modules import replacement
 from ...op import FusibleOperation
 from ...sequential import Sequential
+from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed
 
 __all__ = ["Facts", "Place", "Trace", "facts_of", "name_of", "tensors_of", "trace"]
@@ -278,8 +279,7 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
 
 
 def _memory(t: Tensor) -> int:
-    address: int = t.untyped_storage()._cdata
-    return address
+    return memory_of(t)
 
 
 def tensors_of(values: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import opfuser
+from opfuser import torch_internals
 from opfuser.engine.specialized import unrecorded
 from opfuser.kernels.launch import INTERPRETED, Launch
 from opfuser.quantization import products
@@ -72,7 +73,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "prepared", prepared)
     monkeypatch.setattr(torch, "_scaled_mm_v2", product)
     monkeypatch.setattr(products, "has_hardware", lambda device, recipe: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch_internals, "cuda_stream", lambda device: 0)
 
 
 def swiglu() -> opfuser.Sequential:
