@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.dropout_masks import masked
-from .operands import Adapter, LowRank, as_rows, functional
+from .operands import Adapter, LowRank, as_rows, functional, mm
 
 __all__ = ["add_low_rank", "add_low_rank_dgrad", "low_rank_wgrad"]
 
@@ -37,18 +37,21 @@ def _groups(w: LowRank) -> list[list[Adapter]]:
     return [g for g in (plain, *([a] for a in w.adapters if a.mask is not None)) if g]
 
 
-def _down(x: Tensor, group: Sequence[Adapter]) -> tuple[Tensor, ...]:
+def _columns(t: Tensor, a: Adapter) -> Tensor:
+    """Those that an adapter belongs to, of rows."""
+    size = a.b.shape[0]
+    return t if size == t.shape[1] else t.narrow(1, a.start, size)
+
+
+def _down(x: Tensor, group: Sequence[Adapter]) -> Sequence[Tensor]:
     """The u_i of a group, of rows x that its mask was applied to."""
     u = x @ _a_of(group).t()
-    return u.split_with_sizes([a.a.shape[0] for a in group], 1)
+    return [u] if len(group) == 1 else u.split_with_sizes([a.a.shape[0] for a in group], 1)
 
 
 def _up_grads(dy: Tensor, group: Sequence[Adapter], scale: float) -> Tensor:
     """The du_i of a group side by side."""
-    found = []
-    for a in group:
-        columns = dy if a.b.shape[0] == dy.shape[1] else dy.narrow(1, a.start, a.b.shape[0])
-        found.append((columns @ a.b).mul(a.scale * scale))
+    found = [mm(_columns(dy, a), a.b, a.scale * scale) for a in group]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
@@ -61,12 +64,12 @@ def _applied(t: Tensor, of: Adapter) -> Tensor:
 
 
 class _Term(NamedTuple):
-    """``α a b``, added to columns from ``start`` on; with ``d``, ``d(α a b)`` by its mask."""
+    """``α a b``, added to the columns of one adapter, or to all; or ``d(α a b)`` of another."""
 
     a: Tensor
     b: Tensor
     alpha: float = 1.0
-    start: int = 0
+    of: Adapter | None = None
     d: Adapter | None = None
 
 
@@ -74,11 +77,9 @@ def _plus(t: Tensor, terms: Iterable[_Term], dtype: torch.dtype) -> Tensor:
     """``t`` and the terms, summed in ``dtype``: in place, unless a trace forbids that."""
     rows, traced = as_rows(t), functional()
     wide = rows.to(dtype)
-    width = wide.shape[1]
-    for a, b, alpha, start, d in terms:
-        size = b.shape[1]
+    for a, b, alpha, of, d in terms:
         if not traced and (d is None or d.mask is None):
-            columns = wide if size == width else wide.narrow(1, start, size)
+            columns = wide if of is None else _columns(wide, of)
             columns.addmm_(a, b, alpha=alpha)
             continue
         term = a @ b if alpha == 1.0 else (a @ b) * alpha
@@ -86,7 +87,9 @@ def _plus(t: Tensor, terms: Iterable[_Term], dtype: torch.dtype) -> Tensor:
         if not traced:
             wide.add_(term)
             continue
-        wide = wide + (term if size == width else F.pad(term, (start, width - start - size)))
+        if of is not None:
+            term = F.pad(term, (of.start, wide.shape[1] - of.start - term.shape[1]))
+        wide = wide + term
     if traced:
         return wide.to(t.dtype).view(t.shape)
     if wide is not rows:
@@ -101,7 +104,7 @@ def add_low_rank(y: Tensor, x: Tensor, w: LowRank, scale: float | None) -> Tenso
     dtype, s = w.adapters[0].a.dtype, 1.0 if scale is None else scale
     x = as_rows(x).to(dtype)
     terms = (
-        _Term(u, a.b.t(), a.scale * s, a.start)
+        _Term(u, a.b.t(), a.scale * s, of=a)
         for group in _groups(w)
         for a, u in zip(group, _down(_applied(x, group[0]), group))
     )
@@ -142,12 +145,11 @@ def low_rank_wgrad(
         das: Sequence[Tensor | None] = [None] * len(group)
         if any(wanted[id(a)][0] for a in group):
             da = _up_grads(dy, group, alpha).t() @ given
-            das = da.split_with_sizes([a.a.shape[0] for a in group])
+            das = [da] if len(group) == 1 else da.split_with_sizes([a.a.shape[0] for a in group])
         if any(wanted[id(a)][1] for a in group):
             for n, (a, u) in enumerate(zip(group, _down(given, group))):
                 if wanted[id(a)][1]:
-                    columns = dy.narrow(1, a.start, a.b.shape[0])
-                    dbs[n] = (columns.t() @ u).mul(a.scale * alpha)
+                    dbs[n] = mm(_columns(dy, a).t(), u, a.scale * alpha)
         for a, da_i, db_i in zip(group, das, dbs):
             found[id(a)] = da_i if wanted[id(a)][0] else None, db_i
     return [found[id(a)] for a in w.adapters]

@@ -19,6 +19,7 @@ __all__ = [
     "as_rows",
     "functional",
     "joined",
+    "mm",
     "one_behind_another",
     "stacked",
     "tensors_of",
@@ -118,6 +119,13 @@ def as_rows(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def mm(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
+    """``s a b``, with the factor applied inside the GEMM."""
+    if scale is None:
+        return torch.mm(a, b)
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 def one_behind_another(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
 from .low_rank import add_low_rank, add_low_rank_dgrad
-from .operands import LowRank, Operand, Stacked, Weight, as_rows
+from .operands import LowRank, Operand, Stacked, Weight, as_rows, mm
 from .stacked import stacked_dgrad, stacked_forward
 
 __all__ = [
@@ -28,13 +28,6 @@ __all__ = [
 
 # Columns from which two products in cuBLAS's fast kernels take less time than one in others.
 _MANY = 4096
-
-
-def _mm(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
-    """``s a b``, with the factor applied inside the GEMM."""
-    if scale is None:
-        return torch.mm(a, b)
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 def forward(
@@ -70,7 +63,7 @@ def forward(
         return linear(x, w, bias)
     if add is not None:
         return _forward_add(add, x, w, bias, scale, in_place=in_place)
-    y = _mm(as_rows(x), w.t(), scale).view(*x.shape[:-1], w.shape[0])
+    y = mm(as_rows(x), w.t(), scale).view(*x.shape[:-1], w.shape[0])
     return y if bias is None else y.add_(bias)
 
 
@@ -152,8 +145,8 @@ def dgrad(
             # Flattens and restores dimensions by itself: in Python 2 us more.
             return torch.matmul(dy, w)
         if dy.dim() == 2:
-            return _mm(dy, w, scale)
-        return _mm(as_rows(dy), w, scale).view(*dy.shape[:-1], w.shape[1])
+            return mm(dy, w, scale)
+        return mm(as_rows(dy), w, scale).view(*dy.shape[:-1], w.shape[1])
     if add.dtype != w.dtype:
         return dgrad(dy, w, scale=scale) + add
     alpha = 1 if scale is None else scale
@@ -194,7 +187,7 @@ def wgrad(
         dy = as_rows(dy)
     if x.dim() != 2:
         x = as_rows(x)
-    dw = torch.mm(dy.t(), x) if scale is None else _mm(dy.t(), x, scale)
+    dw = mm(dy.t(), x, scale)
     return dw if dtype is None else cast(dw, dtype)
 
 
