@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..engine.traced import compiling
 from ..errors import OpfuserError
+from ..quantization.region import open_regions, refuse_to_trace
 from ..reading.construction import Built, build
 from ..reading.dataflow import map_leaves
 from ..reading.kept import KeptError
@@ -86,6 +87,8 @@ _now = _Now()
 
 def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     """What a call of a module returns, for Dynamo to trace."""
+    if open_regions.count:
+        refuse_to_trace(open_regions.changes)
     state = getattr(module, "_opfuser_applied", None)
     if state is None or not state.opens() or not torch.compiler.is_dynamo_compiling():
         return type(module).forward(module, *args, **kwargs)

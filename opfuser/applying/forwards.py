@@ -21,7 +21,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils._device import DeviceContext
 
 from ..attention.masks import hides_queries
-from ..errors import OpfuserError
+from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
+from ..quantization.state import restore_state_of_parameters
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS, is_hooked
@@ -35,9 +36,11 @@ from .layouts import Given, Layout, given_of, layout_of
 __all__ = ["RootState", "State", "install", "is_applied", "state_of", "uninstall"]
 
 _STATE = "_opfuser_applied"
+_LOAD = "_load_from_state_dict"
 # What a module does that was read so often without end is left alone.
 _DECISIONS_AT_MOST = 200
 _KINDS_AT_MOST = 16
+_OF_SCALES = QuantizedWeightError, RecomputationError
 _SIZES_AT_MOST = 1024
 
 
@@ -57,6 +60,17 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     if state is None or state.local.tracing:
         return type(module).forward(module, *args, **kwargs)
     return state.call(module, own, args, kwargs)
+
+
+def _load_from_state_dict(
+    module: Any, state_dict: dict[str, Any], prefix: str, *others: Any
+) -> None:
+    """Loads a module to which ``apply`` was applied, also scales that it has no place for yet.
+
+    It stands in the module as :func:`forward` does.
+    """
+    restore_state_of_parameters(module, state_dict, prefix)
+    type(module)._load_from_state_dict(module, state_dict, prefix, *others)
 
 
 # Of each class of modules, the function above with the signature of the class's own forward, which
@@ -187,7 +201,8 @@ class State(CompiledCalls):
         try:
             y = decision.built(inputs, cache)
         except OpfuserError as error:
-            if decision.tried or _fills(decision, given):  # a cache that may be extended by now
+            # A cache may be extended by now; the own forward has not the scales that are asked for.
+            if decision.tried or _fills(decision, given) or isinstance(error, _OF_SCALES):
                 raise
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
@@ -347,6 +362,7 @@ def install(module: nn.Module, state: State) -> None:
     module.__dict__[_STATE] = state
     state.module = weakref.ref(module)
     module.__dict__["forward"] = types.MethodType(_forward_of(type(module)), module)
+    module.__dict__.setdefault(_LOAD, types.MethodType(_load_from_state_dict, module))
 
 
 def is_applied(value: Any) -> bool:
@@ -357,6 +373,9 @@ def is_applied(value: Any) -> bool:
 def uninstall(module: nn.Module) -> None:
     """Gives a module back what it had, also where others have kept the forward since."""
     own = module.__dict__
+    loads = getattr(own.get(_LOAD), "__func__", None)
+    if loads in (_load_from_state_dict, type(module)._load_from_state_dict):  # or unpickled
+        del own[_LOAD]
     state = own.pop(_STATE, None)
     before = state.before if isinstance(state, State) else None
     for name, value in list(own.items()):

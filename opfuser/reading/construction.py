@@ -15,6 +15,9 @@ from ..basic.lora_linear import LoRAAdapter
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
+from ..quantization.region import autocast
+from ..quantization.state import keep_state_in
+from ..quantization.weights import quantized_model_init
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .call_key import is_dtensor, is_plain
@@ -109,7 +112,9 @@ class Built:
         self._module: Any = module
         self._checks = checks
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
-        self.sequence = Sequential(*self._all(reading.operations))
+        # Parameters are those of the module, which also has the scales.
+        with autocast(enabled=False), quantized_model_init(enabled=False):
+            self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
     def follow(self) -> None:
@@ -125,6 +130,8 @@ class Built:
             own = parameters[name]
             stand_in = torch.empty_like(own, device="meta")
             parameters[name] = nn.Parameter(stand_in, requires_grad=own.requires_grad)
+        for op in self.sequence.modules():
+            op.__dict__.pop("_state_place", None)
         self.aliases, self._module = [], None
 
     def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
@@ -168,6 +175,11 @@ class Built:
         else:
             self.alias(op, name, path)
 
+    def _keep_state(self, op: nn.Module, path: str) -> None:
+        """Has the scales of an operation be kept beside a weight that it reads."""
+        holder, _, own = path.rpartition(".")
+        keep_state_in(op, self._module.get_submodule(holder), own)
+
     def _set_ones(self, op: nn.Module, name: str) -> None:
         """Gives a norm that has no weight one that changes nothing."""
         like = next(self._module.parameters(), torch.empty(0))
@@ -187,6 +199,7 @@ class Built:
             device="meta",
         )
         self.alias(made, "weight", op.weight)
+        self._keep_state(made, op.weight)
         if op.bias is not None:
             self.alias(made, "bias", op.bias)
         return [made]
@@ -250,6 +263,9 @@ class Built:
             else:
                 self.alias(made.get_submodule(name), "weight", p.weight)
                 self.alias(made.get_submodule(name), "bias", p.bias)
+        first = op.projections[0]
+        if isinstance(first, read.Linear):
+            self._keep_state(made, first.weight)
         return [made]
 
     def bias(self, op: read.Bias) -> list[nn.Module]:
@@ -313,6 +329,7 @@ class Built:
             single_grouped_bias=True,
         )
         self.alias(made, "weight", op.weight)
+        self._keep_state(made, op.weight)
         self.alias(made, "bias", op.bias)
         return made
 
