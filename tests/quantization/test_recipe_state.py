@@ -166,7 +166,8 @@ def test_who_follows_a_recipe() -> None:
     opfuser.init_recipe_state(holder, DelayedScaling(fprop="bf16", dgrad="bf16", wgrad="bf16"))
     assert quantised(holder) == []
     opfuser.init_recipe_state(holder, DELAYED)
-    assert quantised(holder) == ["linear", "merged", "grouped", "stacked", "transposed"]
+    names = ["linear", "merged", "grouped", "stacked", "transposed"]
+    assert quantised(holder) == names
     before = holder["linear"].quantization
     opfuser.init_recipe_state(holder, RECIPES[1])
     assert holder["linear"].quantization is before
