@@ -15,9 +15,7 @@ from ..basic.lora_linear import LoRAAdapter
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
-from ..quantization.region import autocast
 from ..quantization.state import keep_state_in
-from ..quantization.weights import quantized_model_init
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .call_key import is_dtensor, is_plain
@@ -109,12 +107,11 @@ class Built:
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
         self.memories: list[Memory] = []
         self.ones: list[tuple[nn.Module, str]] = []
+        self._weights: list[tuple[nn.Module, str]] = []
         self._module: Any = module
         self._checks = checks
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
-        # Parameters are those of the module, which also has the scales.
-        with autocast(enabled=False), quantized_model_init(enabled=False):
-            self.sequence = Sequential(*self._all(reading.operations))
+        self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
 
     def follow(self) -> None:
@@ -130,8 +127,6 @@ class Built:
             own = parameters[name]
             stand_in = torch.empty_like(own, device="meta")
             parameters[name] = nn.Parameter(stand_in, requires_grad=own.requires_grad)
-        for op in self.sequence.modules():
-            op.__dict__.pop("_state_place", None)
         self.aliases, self._module = [], None
 
     def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
@@ -175,10 +170,12 @@ class Built:
         else:
             self.alias(op, name, path)
 
-    def _keep_state(self, op: nn.Module, path: str) -> None:
-        """Has the scales of an operation be kept beside a weight that it reads."""
-        holder, _, own = path.rpartition(".")
-        keep_state_in(op, self._module.get_submodule(holder), own)
+    def leave_scales(self) -> Built:
+        """Has the module keep the scales of operations, beside the weights that they read."""
+        for op, path in self._weights:
+            holder, _, own = path.rpartition(".")
+            keep_state_in(op, self._module.get_submodule(holder), own)
+        return self
 
     def _set_ones(self, op: nn.Module, name: str) -> None:
         """Gives a norm that has no weight one that changes nothing."""
@@ -199,7 +196,7 @@ class Built:
             device="meta",
         )
         self.alias(made, "weight", op.weight)
-        self._keep_state(made, op.weight)
+        self._weights.append((made, op.weight))
         if op.bias is not None:
             self.alias(made, "bias", op.bias)
         return [made]
@@ -265,7 +262,7 @@ class Built:
                 self.alias(made.get_submodule(name), "bias", p.bias)
         first = op.projections[0]
         if isinstance(first, read.Linear):
-            self._keep_state(made, first.weight)
+            self._weights.append((made, first.weight))
         return [made]
 
     def bias(self, op: read.Bias) -> list[nn.Module]:
@@ -329,7 +326,7 @@ class Built:
             single_grouped_bias=True,
         )
         self.alias(made, "weight", op.weight)
-        self._keep_state(made, op.weight)
+        self._weights.append((made, op.weight))
         self.alias(made, "bias", op.bias)
         return made
 

@@ -779,3 +779,15 @@ def test_layers_in_a_checkpoint_of_ones_own() -> None:
             y.square().sum().backward()
         results.append([y.detach(), x.grad, *[p.grad for p in model.parameters()], *scales(model)])
     assert_same(*results)
+
+
+def test_sequences_that_are_converted_have_scales_of_their_own() -> None:
+    module = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    with opfuser.autocast(recipe=DELAYED):
+        sequence = opfuser.from_torch(module, example=torch.randn(4, 32))
+    assert len(holders(sequence)) == 2
+    opfuser.apply(module)
+    with opfuser.autocast(recipe=DELAYED):
+        sequence(torch.randn(4, 32))
+    assert holders(module) == []
+    assert all(t.abs().sum() > 0 for t in scales(sequence)[::3])
