@@ -49,7 +49,7 @@ from .op import (
 )
 from .op.fusible import StandaloneCalls
 from .op.kinds import has_called_parts
-from .quantization.region import active_recipe, open_regions, recipe_of_call
+from .quantization.region import open_regions, recipe_of_call, refuse_to_trace
 from .quantization.weights import is_fp8
 from .registry import (
     register_backward_fusion,
@@ -57,7 +57,6 @@ from .registry import (
     register_forward_fusion,
     registry,
 )
-from .torch_internals import constant_result
 from .traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
 from .tracing import exporting
 
@@ -535,27 +534,13 @@ def call_traced(
     parameters = parameters_at(modules, places)
     facts = call_facts(input_, parameters, extra_inputs, None)
     if open_regions.count:
-        _refuse_to_quantize()
+        refuse_to_trace(open_regions.changes)
     name, whole = root._plan_for_tracing(group, registry.stamp, facts, kwargs is None)
     if whole:
         return getattr(in_graph.functions, name)(input_, *parameters, *extra_inputs)
     root._guard_identity(modules)
     program = getattr(root._fuser_of(group)._traced, name)
     return execute(program, input_, parameters, extra_inputs, kwargs)
-
-
-@constant_result
-def _refuse_to_quantize() -> bool:
-    recipe = active_recipe()
-    if recipe is None:
-        return True
-    raise NotSupportedError(
-        explain(
-            "Quantised compute is not traced by torch.compile",
-            received=type(recipe).__name__,
-            remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
-        )
-    )
 
 
 def count_message(asked_by: Sequence[str], received: int) -> str:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentTypeError, explain
+from ..errors import ArgumentError, ArgumentTypeError, explain
+from ..quantization.recipe_state import Elsewhere
+from ..quantization.region import autocast
+from ..quantization.state import forget_state_of_parameters
 from .decisions import Application
 from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall
@@ -78,10 +81,11 @@ def apply(
     call = None if example is None else _bound(model, example)
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
-        revert(model)
+        for module in model.modules():  # scales stay
+            uninstall(module)
         _install(model, Application(fused_loss, merge_storages and not dry_run))
         if call is not None:
-            with _as_before(model), _noted(call):
+            with _as_before(model), autocast(enabled=False), _noted(call):
                 model(*call.args, **call.kwargs)
         made = report(model)
     except BaseException:
@@ -96,6 +100,7 @@ def revert(model: nn.Module) -> None:
     """Gives all modules of a model back what they had before :func:`apply`.
 
     What others have wrapped around a forward since stays, and calls that of the module's class.
+    Scales of quantised compute are gone: ``state_dict()`` is that of the model alone.
 
     Args:
         model: to which :func:`apply` was applied; nothing is done to others.
@@ -106,6 +111,7 @@ def revert(model: nn.Module) -> None:
     _check(model)
     for module in model.modules():
         uninstall(module)
+        forget_state_of_parameters(module)
 
 
 def report(model: nn.Module) -> Report:
@@ -134,6 +140,32 @@ def report(model: nn.Module) -> Report:
         else:
             kept.append(entry)
     return Report(tuple(computed), tuple(inside), tuple(kept))
+
+
+def _sequences(model: nn.Module) -> Iterator[nn.Module]:
+    """What computes the modules of a model, for :func:`opfuser.init_recipe_state`.
+
+    Raises:
+        ArgumentError: none of its modules has been called.
+    """
+    states = [state for module in model.modules() if (state := state_of(module)) is not None]
+    if states and not any(state.decisions for state in states):
+        raise ArgumentError(
+            explain(
+                "Which linear operations compute a model is known once it was called",
+                where="init_recipe_state",
+                received=f"a {type(model).__name__} that was not called since opfuser.apply",
+                remedy="Pass an example to apply, or call the model once",
+            )
+        )
+    for decision in (decision for state in states for decision in state.decisions):
+        if decision.built is not None:
+            yield decision.built.sequence
+            for memory in decision.built.memories:
+                yield memory.sequence
+
+
+Elsewhere.operations = _sequences
 
 
 def is_computed(module: nn.Module) -> bool:

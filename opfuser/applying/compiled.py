@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .. import torch_internals as internals
 from ..errors import OpfuserError
+from ..quantization.region import open_regions, refuse_to_trace
 from ..reading.construction import Built, build
 from ..reading.dataflow import map_leaves
 from ..reading.kept import KeptError
@@ -83,6 +84,8 @@ _now = _Now()
 
 def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     """What a call of a module returns, for Dynamo to trace."""
+    if open_regions.count:
+        refuse_to_trace(open_regions.changes)
     state = getattr(module, "_opfuser_applied", None)
     if state is None or not state.opens() or not torch.compiler.is_dynamo_compiling():
         return type(module).forward(module, *args, **kwargs)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..context import autocast_dtype
 from ..errors import ArgumentError
 from ..merged_linear import MergedLinear
+from ..quantization.region import autocast
+from ..quantization.weights import quantized_model_init
 from ..reading.call_key import CallKey, call_key, constant_sizes
 from ..reading.construction import Built, build
 from ..reading.dataflow import Dataflow, Value, map_leaves
@@ -196,7 +198,9 @@ class Application:
         with self._lock:
             self.local.tracing = True
             try:
-                return self._decide(module, args, kwargs, known)
+                # Operations have neither weights nor scales of their own.
+                with autocast(enabled=False), quantized_model_init(enabled=False):
+                    return self._decide(module, args, kwargs, known)
             except NotNowError:
                 raise
             # The module's own forward is right whatever the reader stumbles over.
@@ -232,7 +236,7 @@ class Application:
             made.head = Head.of(one.reading, module)
         if one.reading is not None and not one.alone:
             made.reading, made.arrange = one.reading, one.arrange
-            made.built = build(one.reading, module)
+            made.built = build(one.reading, module).leave_scales()
             made.masks = _masks_of(one.reading)
             self.memo.share(made.built)
             if self.merge_storages:

@@ -67,7 +67,9 @@ class Head:
         linear = build(Reading(0, (last,)), module)
         if not all(map(is_plain, linear.sequence.parameters())):
             return None
-        body = build(Reading(reading.input, tuple(before)), module) if before else None
+        body = None
+        if before:
+            body = build(Reading(reading.input, tuple(before)), module).leave_scales()
         return cls(reading, linear, body)
 
     def follow(self) -> None:

@@ -20,7 +20,8 @@ from torch.nn.modules import module as torch_module
 
 from .. import torch_internals as internals
 from ..attention.masks import hides_queries
-from ..errors import OpfuserError
+from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
+from ..quantization.state import restore_state_of_parameters
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import is_hooked
@@ -35,9 +36,11 @@ __all__ = ["RootState", "State", "install", "is_applied", "state_of", "uninstall
 
 _STATE = "_opfuser_applied"
 _REDUCE = "__reduce_ex__"
+_LOAD = "_load_from_state_dict"
 # What a module does that was read so often without end is left alone.
 _DECISIONS_AT_MOST = 200
 _KINDS_AT_MOST = 16
+_OF_SCALES = QuantizedWeightError, RecomputationError
 _SIZES_AT_MOST = 1024
 
 
@@ -56,6 +59,17 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     if state is None or state.local.tracing:
         return type(module).forward(module, *args, **kwargs)
     return state.call(module, own, args, kwargs)
+
+
+def _load_from_state_dict(
+    module: Any, state_dict: dict[str, Any], prefix: str, *others: Any
+) -> None:
+    """Loads a module to which ``apply`` was applied, also scales that it has no place for yet.
+
+    It stands in the module as :func:`forward` does.
+    """
+    restore_state_of_parameters(module, state_dict, prefix)
+    type(module)._load_from_state_dict(module, state_dict, prefix, *others)
 
 
 # Of each class of modules, the function above with the signature of the class's own forward, which
@@ -183,7 +197,8 @@ class State(CompiledCalls):
         try:
             y = decision.built(inputs, cache)
         except OpfuserError as error:
-            if decision.tried or _fills(decision, given):  # a cache that may be extended by now
+            # A cache may be extended by now; the own forward has not the scales that are asked for.
+            if decision.tried or _fills(decision, given) or isinstance(error, _OF_SCALES):
                 raise
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
@@ -345,6 +360,7 @@ def install(module: nn.Module, state: State) -> None:
     state.module = weakref.ref(module)
     module.__dict__["forward"] = types.MethodType(_forward_of(type(module)), module)
     module.__dict__[_REDUCE] = types.MethodType(_reduced, module)
+    module.__dict__.setdefault(_LOAD, types.MethodType(_load_from_state_dict, module))
 
 
 def _reduced(module: nn.Module, protocol: Any) -> Any:
@@ -364,11 +380,17 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
         return made
     function, args, content, *others = made
     content = {name: v for name, v in content.items() if name not in (_STATE, _REDUCE)}
+    if _loads(content.get(_LOAD)):
+        del content[_LOAD]
     if is_applied(content.get("forward")):
         del content["forward"]
         if copies:
             function, args = _new_copy, (type(state)(state.application), function, *args)
     return function, args, content, *others
+
+
+def _loads(value: Any) -> bool:
+    return getattr(value, "__func__", None) is _load_from_state_dict
 
 
 def _new_copy(state: State, function: Any, *args: Any) -> Any:
@@ -386,6 +408,8 @@ def uninstall(module: nn.Module) -> None:
     """Gives a module back what it had, also where others have kept the forward since."""
     own = module.__dict__
     own.pop(_REDUCE, None)
+    if _loads(own.get(_LOAD)):
+        del own[_LOAD]
     state = own.pop(_STATE, None)
     before = state.before if isinstance(state, State) else None
     for name, value in list(own.items()):

@@ -245,8 +245,6 @@ class BasicLinear(StoresWeight):
         return self.Settings(*both, self.weight_transposed)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        if self.weight_transposed:
-            return Refusal("LAYOUT", "its weight is stored as its transpose")
         features = self.local_out_features, self.local_in_features
         weight: Tensor | None = self.weight
         stored = self.weight_format

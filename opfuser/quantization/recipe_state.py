@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,13 @@ from .state import ROLES, QuantizationState, Stateful, make_state, restore_state
 from .te_scales import te_scales
 from .weights import recipe_of_new_weights
 
-__all__ = ["init_new_operation", "init_recipe_state"]
+__all__ = ["Elsewhere", "init_new_operation", "init_recipe_state"]
+
+
+class Elsewhere:
+    """Modules that compute those of a model in their stead; ``applying`` sets it."""
+
+    operations: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: ()
 
 
 def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
@@ -35,17 +41,22 @@ def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
     their plans say, get none; a ``Sequential`` with a recipe of its own follows that. The first
     call takes its scales from its values, as without.
 
+    Of a model to which :func:`opfuser.apply` was applied these are the operations that compute the
+    calls that there were, and the modules whose weights they read have their state.
+
     Args:
         model: a module that holds operations, or one.
         recipe: that calls will have, of :mod:`opfuser.recipe`. Others keep nothing.
 
     Raises:
-        ArgumentError: ``recipe`` is none.
+        ArgumentError: ``recipe`` is none; the model was not called since :func:`opfuser.apply`.
     """
     check_recipe(recipe, "init_recipe_state")
-    for op, own in _operations(model, recipe, set()):
-        if isinstance(own, Stateful) and _follows(op, own):
-            make_state(op, own)
+    seen: set[nn.Module] = set()
+    for module in (model, *Elsewhere.operations(model)):
+        for op, own in _operations(module, recipe, seen):
+            if isinstance(own, Stateful) and _follows(op, own):
+                make_state(op, own)
 
 
 def init_new_operation(op: BasicOperation) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, NotSupportedError, RecomputationError, explain
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward, is_outside
+from ..torch_internals import constant_result
 from .checkpointed import forward_of, is_any_known, is_within_any, note_region
 from .state import Stateful, enter_region
 
@@ -26,6 +27,7 @@ __all__ = [
     "kept_in_region",
     "open_regions",
     "recipe_of_call",
+    "refuse_to_trace",
     "region",
     "region_of_call",
     "region_with_recipe",
@@ -60,9 +62,19 @@ _region: ContextVar[Region] = ContextVar("opfuser_region", default=_NOWHERE)
 
 
 class _OpenRegions:
-    """How many regions are open in the process. Traced code reads it, and is guarded by it."""
+    """What traced code reads, and is guarded by.
 
-    count = 0
+    Attributes:
+        count: how many regions are open in the process that quantise, or are within one that does.
+        changes: how often one was opened or left.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.changes = 0
+
+    def note(self, more: int) -> None:
+        self.count += more
+        self.changes += 1
 
 
 open_regions = _OpenRegions()
@@ -91,6 +103,26 @@ def _enter(region: Region, around: Region) -> Token[Region]:
     note_region(around)
     part = computed_again()
     return _region.set(region if part is None else region._replace(opened_by=part.key))
+
+
+@constant_result
+def refuse_to_trace(changes: int) -> bool:
+    """Raises NotSupportedError in a region with a recipe; for code that torch.compile traces.
+
+    Args:
+        changes: of :data:`open_regions`. In a region without recipe that is within another one,
+            code is traced that must not run again in the other.
+    """
+    recipe = active_recipe()
+    if recipe is None:
+        return True
+    raise NotSupportedError(
+        explain(
+            "Quantised compute is not traced by torch.compile",
+            received=type(recipe).__name__,
+            remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
+        )
+    )
 
 
 def region_with_recipe() -> tuple[Region, bool]:
@@ -217,20 +249,24 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
             check_recipe(recipe, type(self).__name__)
         self.recipe = (recipe or DEFAULT_RECIPE) if enabled else None
         self.group = amax_reduction_group if enabled else None
-        self._tokens: list[Token[Region]] = []
+        self._open: list[tuple[Token[Region], bool]] = []
 
     def __enter__(self) -> autocast:
         recipe, group, around = self.recipe, self.group, _current()
         if recipe is not None:
             enter_region(recipe, group, outermost=not around.quantizes)
         quantizes = recipe is not None or around.quantizes
-        self._tokens.append(_enter(Region(recipe, group, around.kept, quantizes), around))
-        open_regions.count += 1
+        token = _enter(Region(recipe, group, around.kept, quantizes), around)
+        self._open.append((token, quantizes))
+        if quantizes:
+            open_regions.note(1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        open_regions.count -= 1
-        _region.reset(self._tokens.pop())
+        token, quantizes = self._open.pop()
+        if quantizes:
+            open_regions.note(-1)
+        _region.reset(token)
 
 
 def fp8_autocast(

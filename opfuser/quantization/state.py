@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import explain
+from ..errors import ArgumentError, explain
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
 from ..kernels.quantize import TensorScaling, scale_for
@@ -31,10 +31,14 @@ __all__ = [
     "SettledScales",
     "Stateful",
     "enter_region",
+    "forget_state_of_parameters",
+    "keep_state_in",
     "make_state",
     "restore_state",
+    "restore_state_of_parameters",
     "settled_scales",
     "state_of",
+    "state_place",
     "update_scales",
 ]
 
@@ -378,26 +382,61 @@ def _history_length(recipe: Stateful) -> int:
     return 1 if isinstance(recipe, Float8PredictedScaling) else recipe.amax_history_len
 
 
-def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
-    """The state that an operation has, or a new one, which it has from now on."""
+def keep_state_in(op: nn.Module, module: nn.Module, parameter: str) -> None:
+    """Has an operation that reads a parameter of a module leave its state to that module."""
+    op.__dict__["_state_place"] = module, child_of(parameter)
+
+
+def child_of(parameter: str) -> str:
+    """The name of the child with the state of an operation, in the module of its parameter."""
+    return "quantization" if parameter == "weight" else f"{parameter}_quantization"
+
+
+def state_place(op: nn.Module) -> tuple[nn.Module, str]:
+    """The module that has the state of an operation, and the name of its child there."""
     # A compound such as Linear has the parameters and the state of its operations.
     owner = getattr(op, "_owner", None) or op
-    state = owner._modules.get("quantization")
+    return owner.__dict__.get("_state_place") or (owner, "quantization")
+
+
+def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
+    """The state that an operation has, or a new one, which it has from now on.
+
+    Raises:
+        ArgumentError: the module whose parameter it reads has something else in its place.
+    """
+    owner, name = state_place(op)
+    state = owner._modules.get(name)
     if state is None:
         refuse_watching("scales are made")
+        _refuse_occupied(owner, name)
         state = QuantizationState(_history_length(recipe), next(op.parameters()).device)
-        owner.add_module("quantization", state)
+        owner.add_module(name, state)
+    elif not isinstance(state, QuantizationState):
+        _refuse_occupied(owner, name)
     assert isinstance(state, QuantizationState)
     if op._modules.get("quantization") is not state:
         op.add_module("quantization", state)
     return state
 
 
+def _refuse_occupied(module: nn.Module, name: str) -> None:
+    if hasattr(module, name):
+        raise ArgumentError(
+            explain(
+                f"Scales are kept in the child {name!r} of the module that has the weight",
+                where=type(module).__name__,
+                received=f"an attribute {name!r}, a {type(getattr(module, name)).__name__}",
+                remedy="Rename it, or use a recipe that keeps no scales",
+            )
+        )
+
+
 def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
     """The state of an operation that computes with a recipe that keeps scales."""
     assert isinstance(recipe, Stateful)
-    owner = getattr(op, "_owner", None) or op
-    state = owner._modules.get("quantization")
+    owner, name = state_place(op)
+    state = owner._modules.get(name)
     if state is None or op._modules.get("quantization") is not state:
         state = make_state(op, recipe)
     assert isinstance(state, QuantizationState)
@@ -454,7 +493,8 @@ class _Settled(NamedTuple):
         state: its state.
         parts: made of its buffers.
         known: which scales it knew.
-        own, of_owner: the modules that have it.
+        own, of_owner: the children of the operation, and those among which it is kept.
+        name: of the child there.
     """
 
     state: QuantizationState
@@ -462,6 +502,7 @@ class _Settled(NamedTuple):
     known: list[bool]
     own: dict[str, nn.Module | None]
     of_owner: dict[str, nn.Module | None]
+    name: str
 
 
 class SettledScales(NamedTuple):
@@ -482,10 +523,10 @@ class SettledScales(NamedTuple):
 
     def are_current(self) -> bool:
         """Whether they would be found again as they are."""
-        for state, parts, known, own, of_owner in self.states:
+        for state, parts, known, own, of_owner, name in self.states:
             if (
                 own.get("quantization") is not state
-                or of_owner.get("quantization") is not state
+                or of_owner.get(name) is not state
                 or state._current_parts() is not parts
                 or state.known != known
                 or state._other
@@ -503,18 +544,18 @@ def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales 
     facts: list[Hashable] = []
     groups: set[dist.ProcessGroup | None] = set()
     for op in ops:
-        owner = getattr(op, "_owner", None) or op
+        owner, name = state_place(op)
         state = op._modules.get("quantization")
         if not isinstance(state, QuantizationState):
             return None
-        if owner._modules.get("quantization") is not state or state._other:
+        if owner._modules.get(name) is not state or state._other:
             return None
         if state.recipe != recipe or state.length != length or not any(state.known):
             return None
         groups.add(state.group)
         parts, known = state._current_parts(), [*state.known]
         scale, _, amax = parts.addresses
-        states.append(_Settled(state, parts, known, op._modules, owner._modules))
+        states.append(_Settled(state, parts, known, op._modules, owner._modules, name))
         tensors += parts.kept.scale, *parts.scale, *parts.amax
         facts.append((parts.kept.scale.device, *known, scale & 15, amax & 15))
     if len(groups) > 1:
@@ -529,17 +570,41 @@ def _is_past() -> bool:
     return in_backward() or computed_again() is not None
 
 
-def restore_state(op: FusibleOperation, state_dict: dict[str, Any], prefix: str) -> None:
-    """Makes the state of an operation if a state dict has one, which then loads it."""
+def restore_state_of_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Makes what a module keeps for operations that read its parameters, if a state dict has it."""
+    for parameter in module._parameters:
+        name = child_of(parameter)
+        if not hasattr(module, name):
+            restore_state(module, state_dict, f"{prefix}{name}.", name)
+
+
+def forget_state_of_parameters(module: nn.Module) -> None:
+    """Removes what a module keeps for operations that read its parameters."""
+    for parameter in () if isinstance(module, FusibleOperation) else module._parameters:
+        if isinstance(module._modules.get(child_of(parameter)), QuantizationState):
+            del module._modules[child_of(parameter)]
+
+
+def restore_state(
+    op: nn.Module, state_dict: dict[str, Any], prefix: str, name: str = "quantization"
+) -> None:
+    """Makes the state of an operation if a state dict has one, which then loads it.
+
+    Args:
+        op: the operation, or a module that keeps its state.
+        state_dict: that is loaded.
+        prefix: of the state's keys.
+        name: of the child that the state is.
+    """
     keys = [prefix + name for name in ("scale", "amax_history", "amax")]
     if _misfits(state_dict, prefix, keys) == ([], []):
         history = state_dict[prefix + "amax_history"]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             _tell_first_rank(op)
-        op.add_module("quantization", QuantizationState(len(history), next(op.parameters()).device))
+        op.add_module(name, QuantizationState(len(history), next(op.parameters()).device))
 
 
-def _tell_first_rank(op: FusibleOperation) -> None:
+def _tell_first_rank(op: nn.Module) -> None:
     """Others get what they ask for, if that rank's state dict is broadcast, and do not know."""
     if dist.get_rank() == 0:
         warnings.warn(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..kernels.microscaling_plain import FP4, values_of
 from ..kernels.quantize import Codes, amax_of, largest
 from ..recording import is_recording
+from .state import state_place
 
 __all__ = ["QuantizationRecord", "is_watched", "tell", "watch_quantization"]
 
@@ -117,8 +118,7 @@ def tell(op: nn.Module, role: str, x: Tensor, codes: Codes, elements: int) -> No
     dtype, scale, *numbers = _measured(x.detach(), codes)
     limit = None if scale is None else largest(dtype) / scale if scale else math.inf
     amax, saturated, underflowed = numbers
-    # A compound such as Linear stands in the model for its operations.
-    owner = getattr(op, "_owner", None) or op
+    owner = state_place(op)[0]  # stands in the model for the operation
     for watch in _watches:
         name = watch.names.get(id(op)) or watch.names.get(id(owner))
         name = name or f"{type(op).__name__}({op.extra_repr()})"

@@ -15,6 +15,7 @@ from ..basic.lora_linear import LoRAAdapter
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
+from ..quantization.state import keep_state_in
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .call_key import is_dtensor, is_plain
@@ -106,6 +107,7 @@ class Built:
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
         self.memories: list[Memory] = []
         self.ones: list[tuple[nn.Module, str]] = []
+        self._weights: list[tuple[nn.Module, str]] = []
         self._module: Any = module
         self._checks = checks
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
@@ -168,6 +170,13 @@ class Built:
         else:
             self.alias(op, name, path)
 
+    def leave_scales(self) -> Built:
+        """Has the module keep the scales of operations, beside the weights that they read."""
+        for op, path in self._weights:
+            holder, _, own = path.rpartition(".")
+            keep_state_in(op, self._module.get_submodule(holder), own)
+        return self
+
     def _set_ones(self, op: nn.Module, name: str) -> None:
         """Gives a norm that has no weight one that changes nothing."""
         like = next(self._module.parameters(), torch.empty(0))
@@ -187,6 +196,7 @@ class Built:
             device="meta",
         )
         self.alias(made, "weight", op.weight)
+        self._weights.append((made, op.weight))
         if op.bias is not None:
             self.alias(made, "bias", op.bias)
         return [made]
@@ -250,6 +260,9 @@ class Built:
             else:
                 self.alias(made.get_submodule(name), "weight", p.weight)
                 self.alias(made.get_submodule(name), "bias", p.bias)
+        first = op.projections[0]
+        if isinstance(first, read.Linear):
+            self._weights.append((made, first.weight))
         return [made]
 
     def bias(self, op: read.Bias) -> list[nn.Module]:
@@ -313,6 +326,7 @@ class Built:
             single_grouped_bias=True,
         )
         self.alias(made, "weight", op.weight)
+        self._weights.append((made, op.weight))
         self.alias(made, "bias", op.bias)
         return made
 

@@ -260,14 +260,6 @@ def test_gradient_of_a_transposed_weight(kind: str, target: str) -> None:
     torch.testing.assert_close(y, torch.ones(4, 3) @ before + (kind == "added"))
 
 
-def test_transposed_weight_in_a_region_of_quantised_compute() -> None:
-    op = BasicLinear(16, 32, weight_transposed=True)
-    seq = Sequential(op, recipe=Float8CurrentScaling())
-    plan = seq.plan(torch.randn(2, 16))
-    assert plan.quantized == ()
-    assert "its weight is stored as its transpose" in str(plan)
-
-
 def test_transposed_weight_is_not_stored_as_codes() -> None:
     with quantized_model_init(recipe=Float8CurrentScaling()):
         op = BasicLinear(16, 32, weight_transposed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,14 +12,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.applying import decisions, report
+from opfuser.recipe import DelayedScaling
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 from tests.distributed.sharded import all_ranks
 
@@ -251,6 +259,85 @@ def parameters_without_gradients(rank: int, ranks: int) -> None:
         return DistributedDataParallel(model, find_unused_parameters=True)
 
     compare(build, wrap, rank, before=True)
+
+
+DELAYED = DelayedScaling(amax_history_len=3)
+
+
+def quantised_steps(model: nn.Module, steps: range, rank: int, group: Any = None) -> list[Tensor]:
+    """Losses, gradients and scales of steps of SGD."""
+    seen: list[Tensor] = []
+    for number in steps:
+        model.zero_grad()
+        with opfuser.autocast(recipe=DELAYED, amax_reduction_group=group):
+            y = model((IDS[:1] + number + 5 * rank) % 60)
+        loss = y.square().mean()
+        loss.backward()
+        seen.append(loss.detach())
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.sub_(0.1 * p.grad)
+                seen.append(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone())
+    return [*seen, *scales(model)]
+
+
+def scales(model: nn.Module) -> list[Tensor]:
+    return [t.clone() for name, t in model.state_dict().items() if "quantization" in name]
+
+
+@check
+def quantised(rank: int, ranks: int) -> None:
+    """Where all ranks have the same batch, their steps are bit for bit those of one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # emulated, and given to the first rank alone
+        for wrap in (DistributedDataParallel, sharded(all_ranks())):
+            for before in (False, True):
+                quantised_and_wrapped(wrap, rank, before)
+
+
+def quantised_and_wrapped(wrap: Wrap, rank: int, before: bool) -> None:
+    def build(wrap: Wrap = lambda model: model) -> nn.Module:
+        model = nano_gpt().float()
+        if before:
+            opfuser.apply(model)
+        model = wrap(model)
+        if not before:
+            opfuser.apply(model)
+        return model
+
+    wanted = quantised_steps(build(), range(7), 0)
+    model = build(wrap)
+    got = quantised_steps(model, range(4), 0, dist.group.WORLD)
+    names = [name.rpartition("blocks")[2] for name in model.state_dict() if "quant" in name]
+    places, kept = ("c_attn", "c_proj", "c_fc", "c_out"), ("scale", "amax_history", "amax")
+    assert names == [f".{n}.{p}.quantization.{k}" for n in range(2) for p in places for k in kept]
+    count = len(names)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = copy.deepcopy(state)
+    later = quantised_steps(model, range(4, 7), 0, dist.group.WORLD)
+    for ours, theirs in zip([*got[:-count], *later], wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+    resumed = build(wrap)
+    resumed(IDS[:1]).sum().backward()
+    opfuser.init_recipe_state(resumed, DELAYED)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(resumed, state if rank == 0 else {}, options=options)
+    again = quantised_steps(resumed, range(4, 7), 0, dist.group.WORLD)
+    for ours, theirs in zip(again, later, strict=True):
+        assert torch.equal(ours, theirs)
+
+    for group in (dist.group.WORLD, None):
+        for own in (model, resumed):
+            quantised_steps(own, range(2), rank, group)
+        with opfuser.autocast(recipe=DELAYED, amax_reduction_group=group):
+            pass
+        found = [t[:2] for name, t in model.state_dict().items() if name.endswith("ion.scale")]
+        mine = torch.cat(found)
+        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, mine)
+        assert torch.equal(*others) == (group is not None)
 
 
 @check

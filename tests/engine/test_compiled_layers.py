@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -288,3 +289,25 @@ def test_a_region_around_a_compiled_part(traced_before: bool, fullgraph: bool) -
         ):
             call(x)
     torch.testing.assert_close(whole(x), whole[2](part(whole[0](x))))
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+def test_regions_without_a_recipe_around_a_compiled_part() -> None:
+    """What is traced in them is not taken for what a region with one computes."""
+    part = opfuser.Sequential(opfuser.RMSNorm(16), opfuser.Linear(16, 16))
+    compiled, x = torch.compile(part, backend="aot_eager"), torch.randn(16, 16)
+    wanted, recipe = part(x), Float8CurrentScaling()
+    refused = partial(pytest.raises, Exception, match="Quantised compute is not traced by torch")
+    with opfuser.autocast(enabled=False):
+        torch.testing.assert_close(compiled(x), wanted)
+    with refused(), opfuser.autocast(recipe=recipe):
+        compiled(x)
+    for _ in range(2):
+        with opfuser.autocast(recipe=recipe):
+            with opfuser.autocast(enabled=False):
+                torch.testing.assert_close(compiled(x), wanted)
+            with refused():
+                compiled(x)
+            with refused(), opfuser.autocast(recipe=recipe):
+                compiled(x)
+    torch.testing.assert_close(compiled(x), wanted)

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import opfuser
 from opfuser.basic import _weight_grad
 from opfuser.gemm.scaled import scaled_wgrad
-from opfuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from tests.contract.gradients import handed_over
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -189,3 +197,53 @@ def test_micro_batches_with_kept_weights(kept: bool) -> None:
             backward(op, x, dy, CURRENT)
     assert isinstance(exact, Tensor)
     assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
+
+
+EVERY = (
+    *RECIPES,
+    Float8PredictedScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+@pytest.mark.parametrize("recipe", EVERY, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("into", ["autograd", "grad", "main_grad"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_weight_that_is_stored_as_its_transpose(recipe: Recipe, into: str, kept: bool) -> None:
+    """Values, gradients and scales are those of the weight itself, bit for bit."""
+    multiple = recipe.multiple
+    for features in ((IN, OUT), (3 * multiple, 5 * multiple), (multiple, multiple)):
+        found = [three_steps(*features, recipe, into, kept, flag) for flag in (False, True)]
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def three_steps(
+    columns: int, rows: int, recipe: Recipe, into: str, kept: bool, transposed: bool
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    weight = torch.randn(rows, columns).bfloat16()
+    op = opfuser.Linear(
+        columns,
+        rows,
+        dtype=torch.bfloat16,
+        weight_transposed=transposed,
+        accumulate_into_grad=into == "grad",
+        accumulate_into_main_grad=into == "main_grad",
+    )
+    op.weight = nn.Parameter(weight.t().contiguous() if transposed else weight)
+    op.weight.main_grad = torch.zeros_like(op.weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    model, seen = opfuser.Sequential(opfuser.RMSNorm(columns, dtype=torch.bfloat16), op), []
+    for _ in range(3):
+        x = torch.randn(37, columns, dtype=torch.bfloat16, requires_grad=True)
+        with opfuser.keep_quantized_weights() if kept else contextlib.nullcontext():
+            with opfuser.autocast(recipe=recipe):
+                y = model(x)
+            y.square().sum().backward()
+        grads = [op.weight.grad, op.weight.main_grad]  # type: ignore[attr-defined]
+        seen += [y, x.grad, *[g.t() if transposed else g for g in grads]]
+    assert model.last_plan.quantized == (1,)
+    scales = [t for name, t in op.state_dict().items() if "quantization" in name]
+    return [t.clone() for t in (*seen, *scales)]

@@ -166,7 +166,8 @@ def test_who_follows_a_recipe() -> None:
     opfuser.init_recipe_state(holder, DelayedScaling(fprop="bf16", dgrad="bf16", wgrad="bf16"))
     assert quantised(holder) == []
     opfuser.init_recipe_state(holder, DELAYED)
-    assert quantised(holder) == ["linear", "merged", "grouped", "stacked"]
+    names = ["linear", "merged", "grouped", "stacked", "transposed"]
+    assert quantised(holder) == names
     before = holder["linear"].quantization
     opfuser.init_recipe_state(holder, RECIPES[1])
     assert holder["linear"].quantization is before
@@ -174,7 +175,9 @@ def test_who_follows_a_recipe() -> None:
     with opfuser.autocast(recipe=DELAYED):
         holder["linear"](torch.ones(16, 32))
     holder["linear"].recipe = holder["merged"].recipe = None
-    assert quantised(holder) == ["linear", "grouped", "stacked"], "scales may be needed again"
+    assert quantised(holder) == ["linear", "grouped", "stacked", "transposed"], (
+        "scales may be needed again"
+    )
     with pytest.raises(ArgumentError, match=r"(?s)one of opfuser.recipe.*init_recipe_state.*None"):
         opfuser.init_recipe_state(holder, None)  # type: ignore[arg-type]
 

@@ -254,7 +254,7 @@ def _copy(op: BasicOperation) -> BasicOperation:
         return type(op)()
     twin: BasicOperation = object.__new__(type(op))
     own = dict(op.__dict__)
-    for derived in ("_alone", "_settings", "_stamp", "_serial", "_owner"):
+    for derived in ("_alone", "_settings", "_stamp", "_serial", "_owner", "_state_place"):
         own.pop(derived, None)
     own.update(
         _extra_input_channels=[None] * op.num_extra_inputs,
