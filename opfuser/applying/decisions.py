@@ -36,11 +36,10 @@ from ..reading.operations import (
     Transpose,
 )
 from ..reading.reads import Reads, is_scalar
-from ..reading.siblings import sibling_reads
+from ..reading.siblings import exchanged_reads, sibling_reads
 from ..reading.sizes import Size
 from ..reading.small_calls import small_call
 from ..reading.tracer import Trace, device_of, trace
-from .checks import checks_of, with_exchanged_parameters
 from .deferred import Head
 from .descriptions import operations_in
 from .memo import Memo
@@ -68,7 +67,6 @@ class Decision:
         reason: why the module's own forward does; empty if a sequence does.
         trace: of a call; None if there is none.
         reads: what the module's forward reads; None without a trace.
-        check, granted: :class:`Checks` of these; None without a trace.
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
         masks: the numbers of the inputs that attention is masked with.
@@ -83,8 +81,6 @@ class Decision:
     reason: str = ""
     trace: Trace | None = None
     reads: Reads | None = None
-    check: Callable[[], bool] | None = None
-    granted: Callable[[], bool] | None = None
     reading: Reading | None = None
     built: Built | None = None
     masks: tuple[int, ...] = ()
@@ -100,7 +96,8 @@ class Decision:
 
     def current(self, application: Application) -> bool:
         """Whether it would be found out again."""
-        return self.check() if self.check else self.changes == application.changes
+        reads = self.reads
+        return reads.current() if reads else self.changes == application.changes
 
     def takes(self, key: CallKey, module: nn.Module) -> bool:
         """Whether it holds for calls of its module with a key, as long as it is current."""
@@ -114,12 +111,10 @@ class Decision:
 
     def exchange_parameters(self) -> bool:
         """Goes on with the parameters that are there now, if nothing else has changed."""
-        if self.reads is None or self.granted is None or not self.granted():
-            return False
-        reads = with_exchanged_parameters(self.reads)
+        reads = None if self.reads is None else exchanged_reads(self.reads)
         if reads is None:
             return False
-        before, self.reads, (self.check, self.granted) = self.reads, reads, checks_of(reads)
+        before, self.reads = self.reads, reads
         if self.trace is not None and self.trace.reads is before:  # not to hold the old ones
             self.trace.reads = reads
         for built in (self.built, self.head):
@@ -129,7 +124,7 @@ class Decision:
 
     def retire(self) -> None:
         """Takes no more calls, as something has changed that was read."""
-        self.trace = self.reads = self.check = self.granted = self.built = self.head = None
+        self.trace = self.reads = self.built = self.head = None
         self.changes = -1
 
 
@@ -227,7 +222,7 @@ class Application:
         return self._decision(module, one, one.trace.reads)
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
-        made = Decision(one.reason, one.trace, reads, *checks_of(reads), changes=self.changes)
+        made = Decision(one.reason, one.trace, reads, changes=self.changes)
         if one.reading is not None and one.arrange is None and self._differentiates(module):
             made.head = Head.of(one.reading, module)
         if one.reading is not None and not one.alone:
@@ -390,6 +385,6 @@ def _renumber(built: Built, traced: Reads, reads: Reads) -> None:
     """Has attention extend the layer of this module in a cache, not that of a sibling."""
     if traced is reads or not built.cached:
         return
-    pairs = zip(traced.rows(), reads.rows())
+    pairs = zip(traced.rows, reads.rows)
     numbers = {old[2]: new[2] for old, new in pairs if (id(old[0]), old[1]) in traced.free}
     built.cached[:] = [(op, numbers.get(layer, layer)) for op, layer in built.cached]

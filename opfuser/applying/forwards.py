@@ -221,8 +221,8 @@ class State(CompiledCalls):
             found = kind.last if modes == kind.modes else kind.known.get(modes)
         if found is not None:
             decision, sizes = found
-            check = decision.check
-            current = decision.current(self.application) if check is None else check()
+            reads = decision.reads
+            current = decision.current(self.application) if reads is None else reads.current()
             if current and (cache is None or _takes(decision, sizes, module, cache)):
                 return decision
         found = self._decide(module, args, kwargs)

@@ -13,9 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from .reads import (
+    CELL,
+    CODE,
+    COUNT,
+    DEFAULTS,
+    DTYPE,
     GLOBAL_HOOKS,
     HOOKS,
     MISSING,
+    REQUIRES_GRAD,
+    SHAPE,
+    SLOTS,
     Reads,
     Row,
     contents,
@@ -204,7 +212,6 @@ class Observed:
 
     def reads(self) -> Reads:
         """What was read, after the trace."""
-        reads = Reads(self.root, free=frozenset(self.free))
         children = (v for _, _, v in self._rows.values() if isinstance(v, nn.Module))
         self.modules.update((id(child), child) for child in children)
         for module in self.called.values():
@@ -212,35 +219,44 @@ class Observed:
             forward = module.__dict__.get("forward", MISSING)
             self.row(module.__dict__, "forward", forward)
             self.look_into("forward", forward)
-        for module in self.modules.values():
+        modules = list(self.modules.values())
+        holders = {holder for holder, _ in self._rows}
+        for module in modules:
             self.kind(type(module), "forward")
             if type(module).__call__ is not nn.Module.__call__:
                 self.kind(type(module), "__call__")
+            own, *slots = attributes_of(module)
+            for name, slot in zip(SLOTS, slots):
+                if id(slot) in holders:
+                    self.row(own, name, slot)
         functions = self._executed_functions()
-        reads.modules = list(self.modules.values())
-        reads.types = list(map(type, reads.modules))
-        reads.held = held_tensors(self.root)
-        for kind in dict.fromkeys(reads.types):
-            reads.classes[0].append(vars(kind))
-            reads.classes[1].append(len(vars(kind)))
-        own = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
-        reads.hooks = [*GLOBAL_HOOKS, *own]
-        reads.counts = list(map(len, reads.hooks))
-        reads.hooked = any(reads.counts)
-        for row in self._rows.values():
-            reads.add_row(*row)
-        for (kind, name), value in self._kinds.items():
-            reads.kinds[0].append(kind)
-            reads.kinds[1].append(name)
-            reads.kinds[2].append(value)
-        for cell, value in self._cells.values():
-            reads.cells[0].append(cell)
-            reads.cells[1].append(value)
-        reads.containers = list(self._containers.values())
-        reads.functions = functions, [f.__code__ for f in functions]
-        having = [f for f in functions if f.__defaults__]
-        reads.defaults = having, [f.__defaults__ for f in having]
-        return reads
+        hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
+        parameters = [v for _, _, v in self._rows.values() if isinstance(v, nn.Parameter)]
+        asked: dict[Callable[[Any], Any], list[Any]] = {
+            SHAPE: parameters,
+            DTYPE: parameters,
+            # Of the others, a forward may compute some without gradients.
+            REQUIRES_GRAD: [p for p in parameters if not p.requires_grad],
+            type: modules,
+            len: list(map(vars, dict.fromkeys(map(type, modules)))),
+            COUNT: [*GLOBAL_HOOKS, *hooks],
+            CODE: functions,
+            DEFAULTS: [f for f in functions if f.__defaults__],
+        }
+        facts = {get: (about, [*map(get, about)]) for get, about in asked.items()}
+        facts[CELL] = (
+            [cell for cell, _ in self._cells.values()],
+            [v for _, v in self._cells.values()],
+        )
+        return Reads(
+            self.root,
+            list(self._rows.values()),
+            [(kind, name, value) for (kind, name), value in self._kinds.items()],
+            facts,
+            list(self._containers.values()),
+            held_tensors(self.root),
+            frozenset(self.free),
+        )
 
 
 def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
