@@ -20,7 +20,7 @@ from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, RowScale, Transpose
+from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, Transpose
 from .reads import is_hooked
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
@@ -161,6 +161,12 @@ class Built:
         source = self._module.get_submodule(holder)._parameters
         self.aliases.append(Alias(op._parameters, name, source, own))
 
+    def aliased(self, op: nn.Module, **paths: str | None) -> list[nn.Module]:
+        """An operation that reads parameters of the module, by their names, as its own."""
+        for name, path in paths.items():
+            self.alias(op, name, path)
+        return [op]
+
     def weight(self, op: nn.Module, name: str, path: str | None) -> None:
         """As :meth:`alias`, for a norm, which has ones if the module's has no weight."""
         if path is None:
@@ -186,10 +192,7 @@ class Built:
             weight_transposed=op.transposed,
             device="meta",
         )
-        self.alias(made, "weight", op.weight)
-        if op.bias is not None:
-            self.alias(made, "bias", op.bias)
-        return [made]
+        return self.aliased(made, weight=op.weight, bias=op.bias)
 
     def lora(self, *projections: read.Linear | read.LoRALinear) -> list[nn.Module]:
         """One operation for projections of one input."""
@@ -222,8 +225,7 @@ class Built:
         made = basic.Embedding(
             op.num_embeddings, op.embedding_dim, padding_idx=op.padding_idx, device="meta"
         )
-        self.alias(made, "weight", op.weight)
-        return [made]
+        return self.aliased(made, weight=op.weight)
 
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
@@ -248,13 +250,7 @@ class Built:
                 ops = self._modules(p)
                 setattr(made, name, ops[0] if len(ops) == 1 else Sequential(*ops))
             else:
-                self.alias(made.get_submodule(name), "weight", p.weight)
-                self.alias(made.get_submodule(name), "bias", p.bias)
-        return [made]
-
-    def bias(self, op: read.Bias) -> list[nn.Module]:
-        made = basic.Bias(op.size, device="meta")
-        self.alias(made, "bias", op.bias)
+                self.aliased(made.get_submodule(name), weight=p.weight, bias=p.bias)
         return [made]
 
     def norm(self, op: read.Norm) -> list[nn.Module]:
@@ -266,9 +262,6 @@ class Built:
         if op.centred:
             self.alias(made, "bias", op.bias)
         return [made]
-
-    def activation(self, op: read.Activation) -> list[nn.Module]:
-        return [ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
         name = op.activation.name
@@ -312,15 +305,8 @@ class Built:
             single_grouped_weight=True,
             single_grouped_bias=True,
         )
-        self.alias(made, "weight", op.weight)
-        self.alias(made, "bias", op.bias)
+        self.aliased(made, weight=op.weight, bias=op.bias)
         return made
-
-    def dropout(self, op: read.Dropout) -> list[nn.Module]:
-        return [basic.Dropout(op.p)]
-
-    def scale(self, op: read.Scale) -> list[nn.Module]:
-        return [basic.ConstantScale(op.factor)]
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
         sizes = _sizes_of(op.heads, "norms of heads")
@@ -373,12 +359,6 @@ class Built:
         self.memories.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
         return self.attention(op.attention, "separate")
 
-    def residual(self, op: read.Residual) -> list[nn.Module]:
-        return [Residual(*self._all(op.branch))]
-
-    def row_scale(self, op: read.RowScale) -> list[nn.Module]:
-        return [RowScale(*(Sequential(*self._all(ops)) for ops in (op.scale, op.branch)))]
-
     def parallel(
         self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
     ) -> list[nn.Module]:
@@ -396,32 +376,15 @@ class Built:
             joins.append(joined)
         return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
 
-    def times(self, op: read.Times) -> list[nn.Module]:
-        return self.parallel(op, Multiply)
-
-    def reorder(self, op: read.Reorder) -> list[nn.Module]:
-        return [Reorder(op.blocks, op.size)]
-
-    def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
-        made = ColumnScale()
-        self.alias(made, "weight", op.weight)
-        return [made]
-
-    def transpose(self, op: read.Transpose) -> list[nn.Module]:
-        return [Transpose()]
-
-    def normalised(self, op: read.Normalised) -> list[nn.Module]:
-        return [*self._modules(op.linear), *self.norm(op.norm)]
-
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
-    read.Activation: Built.activation,
+    read.Activation: lambda _, op: [ACTIVATIONS[op.name](*op.constants)],
     read.Attention: Built.attention,
-    read.Bias: Built.bias,
+    read.Bias: lambda built, op: built.aliased(basic.Bias(op.size, device="meta"), bias=op.bias),
     read.Called: Built.called,
-    read.ColumnScale: Built.column_scale,
+    read.ColumnScale: lambda built, op: built.aliased(ColumnScale(), weight=op.weight),
     read.CrossAttention: Built.cross_attention,
-    read.Dropout: Built.dropout,
+    read.Dropout: lambda _, op: [basic.Dropout(op.p)],
     read.Embedding: Built.embedding,
     read.Experts: Built.experts,
     read.Gated: Built.gated,
@@ -430,15 +393,14 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.LoRALinear: Built.lora,
     read.MergedLinear: Built.merged,
     read.Norm: Built.norm,
-    read.Normalised: Built.normalised,
+    read.Normalised: lambda built, op: [*built._modules(op.linear), *built.norm(op.norm)],
     read.Parallel: Built.parallel,
-    read.Reorder: Built.reorder,
-    read.Residual: Built.residual,
+    read.Reorder: lambda _, op: [Reorder(op.blocks, op.size)],
+    read.Residual: lambda built, op: [Residual(*built._all(op.branch))],
     read.Rotary: Built.rotary,
-    read.RowScale: Built.row_scale,
-    read.Scale: Built.scale,
-    read.Times: Built.times,
-    read.Transpose: Built.transpose,
+    read.Scale: lambda _, op: [basic.ConstantScale(op.factor)],
+    read.Times: lambda built, op: built.parallel(op, Multiply),
+    read.Transpose: lambda _, op: [Transpose()],
 }
 
 

@@ -38,7 +38,6 @@ from .operations import (
     Projection,
     Reading,
     Residual,
-    RowScale,
     Scale,
     Times,
 )
@@ -225,24 +224,20 @@ class _Grammar:
                     return self.gated(found)
                 except KeptError as why:
                     reason = reason or why
-        if len(product.values) == 2 and all(x.shape == v.shape for x in product.values):
+        streams = [x for x in product.values if vector_of(self.values, x) is None]
+        of_rows = all(x.shape[:-1] == v.shape[:-1] for x in streams)
+        if len(streams) == len(product.values) == 2 and of_rows and not product.inverse_roots:
+            streams.sort(key=lambda x: x.shape == v.shape)  # one column first, which scales rows
             with suppress(KeptError):
-                step = self.branches(product.values, base, Times)
+                step = self.branches(streams, base, Times)
                 return step.followed_by(Step(_scaled(product.factor), v))
         if reason is not None:
             raise reason
-        if product.inverse_roots or product.values == (v,):
+        if product.inverse_roots or product.values == (v,) or len(streams) != 1:
             return None
-        scales = [x for x in product.values if vector_of(self.values, x) is not None]
-        streams = [x for x in product.values if x not in scales]
-        columns = [x for x in streams if x.shape[-1:] == (1,) != v.shape[-1:]]
-        if len(columns) == 1 and len(streams) == 2 and not scales:
-            branches = columns + [x for x in streams if x not in columns]
-            scaled = self.branches(branches, base, lambda found: RowScale(*found))
-            return scaled.followed_by(Step(_scaled(product.factor), v))
-        if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
+        if streams[0].shape[-1:] != v.shape[-1:]:
             return None
-        made = tuple(ColumnScale(scale.name) for scale in scales)
+        made = [ColumnScale(x.name) for x in product.values if x is not streams[0]]
         return Step((*made, *_scaled(product.factor)), streams[0])
 
     def gated(self, found: ActivationFound) -> Step:

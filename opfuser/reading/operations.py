@@ -4,43 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Activation",
-    "Adapter",
-    "Attention",
-    "Bias",
-    "Called",
-    "ColumnScale",
-    "CrossAttention",
-    "Dropout",
-    "Embedding",
-    "Experts",
-    "ExpertsLinear",
-    "Gated",
-    "HeadNorm",
-    "Heads",
-    "Linear",
-    "LoRALinear",
-    "Mask",
-    "MergedLinear",
-    "Norm",
-    "Normalised",
-    "Operation",
-    "Parallel",
-    "Projection",
-    "Reading",
-    "Reorder",
-    "Residual",
-    "Rotary",
-    "RowScale",
-    "Scale",
-    "Times",
-    "Transpose",
-]
+
+@dataclass(frozen=True)
+class Operation:
+    """What is computed of a stream of rows."""
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Operation):
     """``y = x W^T + b``; with ``transposed``, ``y = x W + b``."""
 
     weight: str
@@ -62,7 +33,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class LoRALinear:
+class LoRALinear(Operation):
     """A linear function plus adapters of the same input."""
 
     linear: Linear
@@ -80,7 +51,7 @@ class LoRALinear:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class Embedding(Operation):
     """Rows of a table by their numbers, which the input holds; one may get no gradient."""
 
     weight: str
@@ -90,7 +61,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Called:
+class Called(Operation):
     """A child that is called as it is, with one tensor, because it was not explained.
 
     Attributes:
@@ -109,7 +80,7 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Operation):
     """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x if ``centred``, else 0.
 
     With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1.
@@ -124,7 +95,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Normalised:
+class Normalised(Operation):
     """A linear function, and a norm of all that it returns."""
 
     linear: Linear | LoRALinear
@@ -145,14 +116,14 @@ Projection = Linear | LoRALinear | Called | Normalised
 
 
 @dataclass(frozen=True)
-class MergedLinear:
+class MergedLinear(Operation):
     """The outputs of projections of one input, concatenated."""
 
     projections: tuple[Projection, ...]
 
 
 @dataclass(frozen=True)
-class Bias:
+class Bias(Operation):
     """``y = x + b``."""
 
     bias: str
@@ -160,7 +131,7 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(Operation):
     """A function of each entry: a name of ``construction.ACTIVATIONS``, and its constants."""
 
     name: str
@@ -168,7 +139,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Gated:
+class Gated(Operation):
     """``y = f(a) (b + offset)`` of the halves [a, b] of the last dimension, f an activation.
 
     With a limit, a is clamped from above, and b on both sides. ``interleaved`` columns alternate.
@@ -192,7 +163,7 @@ class ExpertsLinear:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Operation):
     """``y = Σ_j w_j down_e(f(up_e(x)))``, e the j-th of the experts that a router has chosen.
 
     Attributes:
@@ -212,14 +183,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(Operation):
     """Zeroes entries with a probability, and scales the others."""
 
     p: float
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Operation):
     """``y = factor x``."""
 
     factor: float
@@ -236,14 +207,14 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class ColumnScale:
+class ColumnScale(Operation):
     """``y = w x``, w a number for each column."""
 
     weight: str
 
 
 @dataclass(frozen=True)
-class Reorder:
+class Reorder(Operation):
     """The last dimension in blocks of ``size``, of which block i was number ``blocks[i]``."""
 
     blocks: tuple[int, ...]
@@ -251,12 +222,12 @@ class Reorder:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(Operation):
     """The first two dimensions exchanged."""
 
 
 @dataclass(frozen=True)
-class HeadNorm:
+class HeadNorm(Operation):
     """The root-mean-square norm of each query and each key head, with weights or without."""
 
     heads: Heads
@@ -267,7 +238,7 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Operation):
     """Rotary positions of query and key heads, by tables that are inputs.
 
     Attributes:
@@ -310,7 +281,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Operation):
     """Scaled dot-product attention of packed heads.
 
     Attributes:
@@ -335,7 +306,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class CrossAttention:
+class CrossAttention(Operation):
     """Attention of queries, which it is given, to keys and values of another input.
 
     Attributes:
@@ -350,60 +321,24 @@ class CrossAttention:
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(Operation):
     """``y = x + f(x)``, f the operations of the branch."""
 
     branch: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
-class RowScale:
-    """``y = s(x) f(x)``, s of one column."""
-
-    scale: tuple[Operation, ...]
-    branch: tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
-class Parallel:
+class Parallel(Operation):
     """``y = f(x) + g(x) + ...``."""
 
     branches: tuple[tuple[Operation, ...], ...]
 
 
 @dataclass(frozen=True)
-class Times:
-    """``y = f(x) g(x)``."""
+class Times(Operation):
+    """``y = f(x) g(x)``; all but the last may have one column."""
 
     branches: tuple[tuple[Operation, ...], ...]
-
-
-Operation = (
-    Linear
-    | LoRALinear
-    | Embedding
-    | Called
-    | MergedLinear
-    | Bias
-    | Norm
-    | Activation
-    | Gated
-    | Dropout
-    | Experts
-    | Scale
-    | ColumnScale
-    | Reorder
-    | Transpose
-    | Normalised
-    | HeadNorm
-    | Rotary
-    | Attention
-    | CrossAttention
-    | Residual
-    | RowScale
-    | Parallel
-    | Times
-)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from .dataflow import map_leaves
 
-__all__ = ["Child", "ColumnScale", "Multiply", "Reorder", "Routed", "RowScale", "Transpose"]
+__all__ = ["Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
 
 
 class Reorder(nn.Module):
@@ -53,7 +53,7 @@ class ColumnScale(nn.Module):
 
 
 class Multiply(BasicOperation):
-    """The product with an extra input of the same shape; both are saved."""
+    """The product with an extra input of the same shape or one column; both are saved."""
 
     num_extra_inputs: int = 1
 
@@ -81,7 +81,7 @@ class Multiply(BasicOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         x, extra = basic_op_ctxs[0].saved_tensors
-        dx, dextra = grad_output * extra, grad_output * x
+        dx, dextra = grad_output * extra, (grad_output * x).sum_to_size(extra.shape)
         return dx.to(x.dtype), [()], [(dextra.to(extra.dtype),)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
@@ -155,19 +155,6 @@ class Child(nn.Module):
                     remedy="Apply after hooks are registered, or call opfuser.revert(model)",
                 )
             )
-        return y
-
-
-class RowScale(nn.Module):
-    """The product of what two modules compute, of which the first has one column."""
-
-    def __init__(self, scale: nn.Module, branch: nn.Module) -> None:
-        super().__init__()
-        self.scale, self.branch = scale, branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The product for an input."""
-        y: Tensor = self.branch(x) * self.scale(x)
         return y
 
 
