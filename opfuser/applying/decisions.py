@@ -17,7 +17,7 @@ from ..errors import ArgumentError
 from ..merged_linear import MergedLinear
 from ..reading.call_key import CallKey, call_key, constant_sizes
 from ..reading.construction import Built, build
-from ..reading.dataflow import Dataflow, Value, map_leaves
+from ..reading.dataflow import Dataflow, Value, map_leaves, tensors_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError, NotNowError
 from ..reading.observed import FILLS_A_CACHE
@@ -327,9 +327,7 @@ def _is_worth_it(reading: Reading) -> bool:
 
 def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses what cannot be read as one sequence, before it is traced."""
-    tensors: list[Tensor] = []
-    map_leaves(lambda t: tensors.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
-    if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors):
+    if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors_in((args, kwargs))):
         raise KeptError("is called without a floating-point tensor of rows")
     if not all(p.numel() for p in module.parameters()):
         raise KeptError("has parameters without entries, which hooks of its children may fetch")

@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from .observed import Observed, attributes_of
 from .random_states import random_states
-from .reads import MISSING, is_of_python, is_scalar
+from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .stand_ins import LayerIndex
 
-__all__ = ["Recording", "is_tracing"]
+__all__ = ["Recording", "is_tracing", "replaced"]
 
 _FRAMEWORK = vars(module_file)
-_STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
@@ -117,14 +116,10 @@ class Recording:
                 (self._configuration, "__getattribute__", self._of_configuration),
             ):
                 if kind is not None:
-                    _replace(undo, kind, name, recorded(getattr(kind, name)))
+                    undo.enter_context(replaced(kind, name, recorded(getattr(kind, name))))
             undo.callback(sys.setprofile, sys.getprofile())
             sys.setprofile(self._profile)
             yield
-
-    def elsewhere(self) -> bool:
-        """Whether another thread than the traced one asks."""
-        return threading.get_ident() != self._owner
 
     # Attributes
 
@@ -136,7 +131,7 @@ class Recording:
             value = original(module, name)
             if name == "__class__" or thread() != owner or id(module) in self._created:
                 return value
-            if name in _STRUCTURE:
+            if name in SLOTS:
                 observed.container(value)
             elif frame(1).f_globals is not _FRAMEWORK:
                 observed.modules[id(module)] = module
@@ -166,7 +161,7 @@ class Recording:
         observed = self.observed
 
         def recorded(module: nn.Module, name: str) -> Any:
-            if self.elsewhere() or id(module) in self._created:
+            if not is_tracing() or id(module) in self._created:
                 return original(module, name)
             observed.modules[id(module)] = module
             attributes = attributes_of(module)
@@ -183,7 +178,7 @@ class Recording:
 
     def _setattr(self, original: Any) -> Callable[[nn.Module, str, Any], None]:
         def recorded(module: nn.Module, name: str, value: Any) -> None:
-            if not self.elsewhere() and id(module) not in self._created:
+            if is_tracing() and id(module) not in self._created:
                 self.note_effect(f"sets its attribute '{name}'")
                 for held in attributes_of(module):
                     self.observed.hold(held)
@@ -195,7 +190,7 @@ class Recording:
         observed = self.observed
 
         def recorded(configuration: Any, name: str) -> Any:
-            if self.elsewhere() or name in ("__class__", "__dict__", "attribute_map"):
+            if not is_tracing() or name in ("__class__", "__dict__", "attribute_map"):
                 return original(configuration, name)
             own = _plain(configuration, "__dict__")
             name = _plain(configuration, "attribute_map").get(name, name)
@@ -322,9 +317,15 @@ def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def _replace(undo: ExitStack, kind: type, name: str, function: Any) -> None:
-    if name in vars(kind):
-        undo.callback(setattr, kind, name, vars(kind)[name])
-    else:
-        undo.callback(delattr, kind, name)
+@contextmanager
+def replaced(kind: type, name: str, function: Any) -> Iterator[None]:
+    """An attribute of a class is another one, and afterwards what it was, or inherited."""
+    own = vars(kind).get(name, MISSING)
     setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        if own is MISSING:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, own)

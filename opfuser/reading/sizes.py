@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Size", "Sizes", "guard_of", "value_of"]
+__all__ = ["Size", "Sizes", "guard_of", "plain", "value_of"]
 
 
 class Shape(tuple[int, ...]):
@@ -81,7 +81,7 @@ class Sizes:
     def fix(self, size: int) -> None:
         """Has the trace hold for calls alone in which this size is the same."""
         if isinstance(size, Size):
-            self.note(size.text and f"{size.text} == {_plain(size)}", True)
+            self.note(size.text and f"{size.text} == {plain(size)}", True)
         elif size in self._number:
             self.note(f"s[{self._number[size]}] == {size}", True)
 
@@ -110,6 +110,11 @@ def value_of(text: str, sizes: tuple[int, ...]) -> int:
 def _compiled(text: str) -> Any:
     # Of names, operators and integers that this file has written: nothing of a caller's.
     return eval(f"lambda s: {text}")
+
+
+def plain(leaf: Any) -> Any:
+    """The integer of a size; other leaves are returned as they are."""
+    return int.__int__(leaf) if isinstance(leaf, Size) else leaf
 
 
 class Size(int):
@@ -144,7 +149,7 @@ def _arithmetic(symbol: str, function: Callable[[Any, Any], Any], reflected: boo
         left, right = (other, self) if reflected else (self, other)
         known = _text(left) and _text(right)
         text = f"({_text(left)} {symbol} {_text(right)})" if known else ""
-        return Size(function(_plain(left), _plain(right)), text, self.sizes)
+        return Size(function(plain(left), plain(right)), text, self.sizes)
 
     return method
 
@@ -153,7 +158,7 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
     def method(self: Size, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        outcome = function(int.__int__(self), _plain(other))
+        outcome = function(int.__int__(self), plain(other))
         if isinstance(other, Size) and self.text == other.text != "":
             return outcome
         right = _text(other) if isinstance(other, int) else repr(other)
@@ -166,18 +171,14 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
 
 
 def _fixing(name: str) -> Any:
-    plain = getattr(int, name)
+    function = getattr(int, name)
 
     def method(self: Size, *others: Any) -> Any:
         for size in (self, *others):
             self.sizes.fix(size)
-        return plain(_plain(self), *map(_plain, others))
+        return function(plain(self), *map(plain, others))
 
     return method
-
-
-def _plain(value: Any) -> Any:
-    return int.__int__(value) if isinstance(value, Size) else value
 
 
 for _name, _symbol, _function in (

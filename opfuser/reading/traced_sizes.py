@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from .dataflow import Value, map_leaves, values_in
-from .sizes import Size, Sizes
+from .dataflow import Value, leaves_in, map_leaves, values_in
+from .sizes import Size, Sizes, plain
 
 __all__ = ["note_results", "note_sizes", "sizes_in"]
 
@@ -86,10 +85,10 @@ def note_results(
         results: what it returned.
         sizes: of the trace.
     """
-    first = next(values_in((args, kwargs)), None)
-    if op not in _RESIZING or first is None:
+    values = values_in((args, kwargs))
+    if op not in _RESIZING or not values:
         return
-    before = first.shape
+    before = values[0].shape
     for result in results:
         after = tuple(map(int, result.shape))
         if op in _VIEWS and sizes.varying(before) == sizes.varying(after):
@@ -119,16 +118,9 @@ def _along(dim: int, args: tuple[Any, ...]) -> list[int]:
     return [value.shape[dim] for value in values_in(args) if dim < len(value.shape)]
 
 
-def sizes_in(tree: Any) -> Iterator[int]:
+def sizes_in(tree: Any) -> set[int]:
     """The sizes that may differ among the leaves, as plain integers, unless they are derived."""
-    found: list[int] = []
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Size) and leaf.text.startswith("s["):
-            found.append(int.__int__(leaf))
-
-    map_leaves(note, tree)
-    return iter(found)
+    return {plain(size) for size in leaves_in(tree, Size) if size.text.startswith("s[")}
 
 
 def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:

@@ -15,13 +15,13 @@ from ..tracing import transforms_active
 from .call_key import CallKey, call_key, constant_sizes
 from .captured_outputs import is_idle
 from .child_calls import recorded_calls
-from .dataflow import Dataflow, map_leaves
+from .dataflow import Dataflow, map_leaves, tensors_in
 from .kept import KeptError, NotNowError
 from .reads import GLOBAL_HOOKS, Reads
 from .recording import is_tracing
 from .sizes import Sizes, guard_of, value_of
 from .stand_ins import Update, cached_length
-from .tracing_mode import TracingMode, tensors_in
+from .tracing_mode import TracingMode
 
 __all__ = ["Trace", "device_of", "trace"]
 
