@@ -80,7 +80,8 @@ def call_key(
     )
     tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
-    facts = modes, captured(), structure, tensors, sizes, tuple(found.placements)
+    placed = tuple([(n, *_placed(t)) for n, t in enumerate(found.tensors) if not is_plain(t)])
+    facts = modes, captured(), structure, tensors, sizes, placed
     return CallKey(facts, tuple(numbers), tuple(sorted(features)), tuple(found.caches))
 
 
@@ -99,22 +100,16 @@ class _Leaves:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.placements: list[Hashable] = []
         self.caches: list[Any] = []
         self._numbers: dict[int, int] = {}
 
     def structure(self, leaf: Any) -> Hashable:
-        """What else there is: containers and scalars, with a number for each tensor."""
+        """What else there is: containers and scalars, with a number for each tensor and cache."""
         kind = type(leaf)
         if leaf is None:
             return None
         if isinstance(leaf, Tensor):
-            if (number := self._numbers.get(id(leaf))) is None:
-                number = self._numbers[id(leaf)] = len(self.tensors)
-                self.tensors.append(leaf)
-                if not is_plain(leaf):
-                    self.placements.append((number, *_placed(leaf)))
-            return number
+            return self._number(leaf, self.tensors)
         if kind is tuple or kind is list or hasattr(leaf, "_fields"):
             return kind, *map(self.structure, leaf)
         if kind is dict:
@@ -122,15 +117,14 @@ class _Leaves:
         if is_scalar(leaf) or kind is torch.Size:
             return kind, leaf
         if is_cache(leaf):
-            return kind, self._cache(leaf)
+            return kind, self._number(leaf, self.caches)
         raise KeptError(f"is given a {kind.__name__}")
 
-    def _cache(self, cache: Any) -> int:
-        for number, known in enumerate(self.caches):
-            if known is cache:
-                return number
-        self.caches.append(cache)
-        return len(self.caches) - 1
+    def _number(self, leaf: Any, known: list[Any]) -> int:
+        number = self._numbers.setdefault(id(leaf), len(known))
+        if number == len(known):
+            known.append(leaf)
+        return number
 
 
 def _placed(t: Any) -> tuple[Hashable, ...]:

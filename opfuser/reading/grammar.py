@@ -191,6 +191,16 @@ class _Grammar:
         found = linear_of(self.values, v)
         return None if found is None else Step((found.linear,), found.x, once=found.once)
 
+    def normalised(self, v: Value) -> Step | None:
+        """A linear function, and perhaps a norm of all that it returns."""
+        norm = norm_of(self.values, v, None)
+        if norm is None or norm.factor != 1:
+            return self.linear(v, None)
+        found = linear_of(self.values, norm.x)
+        if found is None or norm.norm.shape != (found.linear.out_features,):
+            return None
+        return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
+
     def embedding(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
         if op != "embedding":
@@ -261,26 +271,16 @@ class _Grammar:
         Raises:
             KeptError: it is neither.
         """
-        found = linear_of(self.values, v)
-        if found is not None:
-            return Step((found.linear,), found.x, once=found.once)
-        norm = norm_of(self.values, v, None)
-        if norm is not None and norm.factor == 1:
-            found = linear_of(self.values, norm.x)
-            if found is not None and norm.norm.shape == (found.linear.out_features,):
-                return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
+        found = self.normalised(v)
         called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
-        if called:
-            return called[0]
-        raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
+        if found is None and not called:
+            raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
+        return found or called[0]
 
     def projected(self, v: Value) -> Value | None:
         """The input of a projection, of what it returns; None for other values."""
-        found = linear_of(self.values, v)
-        if found is None:
-            norm = norm_of(self.values, v, None)
-            found = None if norm is None else linear_of(self.values, norm.x)
-        return None if found is None else self.values.peel(found.x)
+        found = self.normalised(v)
+        return None if found is None else self.values.peel(found.source)
 
     def called(self, v: Value) -> Value | None:
         """As :meth:`projected`, where a child that is called may be a projection too."""

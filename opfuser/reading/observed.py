@@ -151,12 +151,16 @@ class Observed:
     def _executed_functions(self) -> list[types.FunctionType]:
         """The functions that were found and executed, whose variables and defaults are noted."""
         done: dict[int, types.FunctionType] = {}
-        while new := {i: f for i, f in self._functions.items() if self._is_new(f, done)}:
-            done |= new
-            for function in new.values():
+        while new := [
+            function
+            for number, function in self._functions.items()
+            if number not in done and id(function.__code__) in self.executed
+        ]:
+            for function in new:
+                done[id(function)] = function
                 name = function.__name__
                 for cell in function.__closure__ or ():
-                    self._cell(name, cell, 0)
+                    self._cell(name, cell)
                 self.look_into(name, (function.__defaults__, function.__kwdefaults__))
                 for attribute, part in vars(function).items():
                     if not attribute.startswith("__"):
@@ -164,17 +168,14 @@ class Observed:
                         self.look_into(attribute, part)
         return list(done.values())
 
-    def _is_new(self, function: types.FunctionType, done: dict[int, types.FunctionType]) -> bool:
-        return id(function) not in done and id(function.__code__) in self.executed
-
-    def _cell(self, name: str, cell: types.CellType, depth: int) -> None:
+    def _cell(self, name: str, cell: types.CellType) -> None:
         try:
             value = cell.cell_contents
         except ValueError:  # not yet bound
             return
         if id(cell) not in self._cells:
             self._cells[id(cell)] = cell, value
-            self.look_into(name, value, depth + 1)
+            self.look_into(name, value)
 
     def container(self, holder: Any) -> list[Any]:
         """Notes the contents of a container, and returns them where that had not been done."""

@@ -33,11 +33,10 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class LoRALinear(Operation):
-    """A linear function plus adapters of the same input."""
+class _WithLinear(Operation):
+    """A linear function, and more that leaves its sizes as they are."""
 
-    linear: Linear
-    adapters: tuple[Adapter, ...]
+    linear: Linear | LoRALinear
 
     @property
     def in_features(self) -> int:
@@ -48,6 +47,14 @@ class LoRALinear(Operation):
     def out_features(self) -> int:
         """The last dimension of the output."""
         return self.linear.out_features
+
+
+@dataclass(frozen=True)
+class LoRALinear(_WithLinear):
+    """A linear function plus adapters of the same input."""
+
+    linear: Linear
+    adapters: tuple[Adapter, ...]
 
 
 @dataclass(frozen=True)
@@ -95,21 +102,10 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True)
-class Normalised(Operation):
+class Normalised(_WithLinear):
     """A linear function, and a norm of all that it returns."""
 
-    linear: Linear | LoRALinear
     norm: Norm
-
-    @property
-    def in_features(self) -> int:
-        """The last dimension of the input."""
-        return self.linear.in_features
-
-    @property
-    def out_features(self) -> int:
-        """The last dimension of the output."""
-        return self.linear.out_features
 
 
 Projection = Linear | LoRALinear | Called | Normalised

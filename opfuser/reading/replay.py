@@ -111,11 +111,9 @@ def evaluate(value: Value, known: dict[Value, Tensor]) -> Tensor:
         raise KeptError(f"computes with {value.name}")
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, Value):
-            return evaluate(x, known)
-        return int(x) if type(x) is not int and is_number(x) and isinstance(x, int) else x
+        return evaluate(x, known) if isinstance(x, Value) else x
 
-    args, kwargs = map_leaves(leaf, node.args), map_leaves(leaf, node.kwargs)
+    args, kwargs = map_leaves(leaf, (node.args, node.kwargs))
     try:
         known.update(zip(node.results, _called(node, args, kwargs)))
     except (TypeError, RuntimeError, IndexError, ValueError) as error:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Size", "Sizes", "guard_of", "plain", "value_of"]
+__all__ = ["Size", "Sizes", "function_of", "plain"]
 
 
 class Shape(tuple[int, ...]):
@@ -96,20 +96,11 @@ class Sizes:
         return tuple(self._guards)
 
 
-def guard_of(guards: Iterable[str]) -> Callable[[tuple[int, ...]], bool]:
-    """A function that says whether sizes ``s`` meet all guards of a trace."""
-    return _compiled(" and ".join(guards) or "True")  # type: ignore[no-any-return]
-
-
-def value_of(text: str, sizes: tuple[int, ...]) -> int:
-    """The value of an expression of sizes that a :class:`Size` has."""
-    return _compiled(text)(sizes)  # type: ignore[no-any-return]
-
-
 @functools.cache
-def _compiled(text: str) -> Any:
+def function_of(text: str) -> Callable[[tuple[int, ...]], Any]:
+    """A function of the sizes ``s`` of a call that returns what an expression of them is."""
     # Of names, operators and integers that this file has written: nothing of a caller's.
-    return eval(f"lambda s: {text}")
+    return eval(f"lambda s: {text}")  # type: ignore[no-any-return]
 
 
 def plain(leaf: Any) -> Any:
