@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..context import autocast_dtype
 from ..errors import ArgumentError
 from ..merged_linear import MergedLinear
-from ..reading.call_key import CallKey, call_key, constant_sizes
+from ..reading.call_key import CallKey, call_key, small_call
 from ..reading.construction import Built, build
 from ..reading.dataflow import Dataflow, Value, map_leaves, tensors_in
 from ..reading.grammar import read
@@ -38,7 +38,6 @@ from ..reading.operations import (
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import exchanged_reads, sibling_reads
 from ..reading.sizes import Size
-from ..reading.small_calls import small_call
 from ..reading.tracer import Trace, device_of, trace
 from .deferred import Head
 from .descriptions import operations_in
@@ -203,7 +202,7 @@ class Application:
     def _decide(
         self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]
     ) -> tuple[Decision, tuple[int, ...]]:
-        key = call_key(module, args, kwargs, constant_sizes(module))
+        key = call_key(module, args, kwargs)
         for decision in known:
             if decision.takes(key, module):
                 if decision.current(self) or decision.exchange_parameters():

@@ -12,11 +12,15 @@ from torch.nn.parameter import is_lazy
 
 from ..context import any_autocast
 from .captured_outputs import captured
+from .dataflow import map_leaves
 from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
 
-__all__ = ["CallKey", "call_key", "constant_sizes", "is_dtensor", "is_plain"]
+__all__ = ["CallKey", "call_key", "is_dtensor", "is_plain", "small_call"]
+
+# Sizes that are no number of heads, so that a forward does not name them by chance.
+_UNUSUAL = 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61
 
 
 class CallKey(NamedTuple):
@@ -25,17 +29,17 @@ class CallKey(NamedTuple):
     Attributes:
         facts: equal in calls that one trace may hold for.
         sizes: those sizes of its inputs that may differ, in order of their first occurrence.
-        constants: sizes of its inputs that may not differ.
+        constants: sizes that may not differ, those of parameters and buffers among them.
         caches: among its arguments, in order of their first occurrence.
     """
 
     facts: Hashable
     sizes: tuple[int, ...]
-    constants: tuple[int, ...]
+    constants: frozenset[int]
     caches: tuple[Any, ...]
 
 
-def constant_sizes(module: nn.Module) -> frozenset[int]:
+def _constant_sizes(module: nn.Module) -> frozenset[int]:
     """The sizes of a module's parameters and buffers, which do not differ between calls."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(map(is_lazy, tensors)):
@@ -43,23 +47,12 @@ def constant_sizes(module: nn.Module) -> frozenset[int]:
     return frozenset((0, 1)).union(*(t.shape for t in tensors))
 
 
-def call_key(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    constants: frozenset[int],
-) -> CallKey:
+def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey:
     """The key of a call in the current modes of training, gradients and autocast.
 
     Sizes of 0 and 1, those of parameters and buffers, and the last dimension of floating-point
     tensors of up to three dimensions (features) are part of the key. Of all others it has which of
     them are equal.
-
-    Args:
-        module: that is called.
-        args: positional arguments of the call.
-        kwargs: its keywords.
-        constants: the :func:`constant_sizes` of ``module``.
 
     Raises:
         KeptError: if an argument is of a type whose contents are not known.
@@ -72,7 +65,7 @@ def call_key(
         for t, shape in zip(found.tensors, shapes)
         if 0 < len(shape) <= 3 and t.dtype.is_floating_point
     }
-    fixed = constants | features
+    fixed = _constant_sizes(module) | features
     numbers: dict[int, int] = {}  # of each size that may differ
     sizes = tuple(
         tuple([n if n in fixed else -1 - numbers.setdefault(n, len(numbers)) for n in shape])
@@ -82,7 +75,39 @@ def call_key(
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
     placed = tuple([(n, *_placed(t)) for n, t in enumerate(found.tensors) if not is_plain(t)])
     facts = modes, captured(), structure, tensors, sizes, placed
-    return CallKey(facts, tuple(numbers), tuple(sorted(features)), tuple(found.caches))
+    return CallKey(facts, tuple(numbers), fixed, tuple(found.caches))
+
+
+def small_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call in which the sizes that may differ between calls are small.
+
+    They are distinct, in the order of those of the given call, and equal to no size that may not
+    differ. A trace of the small call holds for the given one if it takes that one's key, which has
+    to be asked: a forward may decide by sizes. Calls with a cache are returned as they are, since
+    the sizes of caches follow from others.
+
+    Raises:
+        KeptError: if an argument is of a type whose contents are not known.
+    """
+    key = call_key(module, args, kwargs)
+    if key.caches:
+        return args, kwargs
+    free = (n for n in _UNUSUAL if n not in key.constants)
+    smaller = {n: min(n, small) for n, small in zip(sorted(key.sizes), free)}
+    made: dict[int, Tensor] = {}
+
+    def shrunk(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not is_plain(leaf):
+            return leaf
+        if id(leaf) not in made:
+            shape = [smaller.get(n, n) for n in leaf.shape]
+            small = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            made[id(leaf)] = small.requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return map_leaves(shrunk, args), map_leaves(shrunk, kwargs)
 
 
 def _autocast() -> tuple[Any, ...]:

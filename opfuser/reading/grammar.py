@@ -55,14 +55,10 @@ __all__ = ["read"]
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     """The operations that compute the one tensor that a forward returns besides its inputs.
 
-    Args:
-        dataflow: of the forward.
-        autocast: the dtype of autocast, if it was on.
-
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
     """
-    results = list(values_in(dataflow.result))
+    results = values_in(dataflow.result)
     results = [v for v in results if v.origin != "input"] or results[:1]
     if len(results) != 1:
         reason = f"returns {len(results)} tensors"

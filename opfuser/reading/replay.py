@@ -63,13 +63,7 @@ def _is_polynomial(values: Values, v: Value) -> bool:
 
 
 def leaves_of(values: Values, v: Value, is_leaf: Callable[[Value], bool]) -> list[Value]:
-    """The values that a value is a polynomial of.
-
-    Args:
-        values: of the dataflow.
-        v: to begin with.
-        is_leaf: says where to stop at a value that could be followed further.
-    """
+    """The values that a value is a polynomial of; ``is_leaf`` says where else to stop."""
     return _leaves(v, lambda at: _is_polynomial(values, at) and not is_leaf(at))
 
 

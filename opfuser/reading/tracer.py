@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tracing import transforms_active
-from .call_key import CallKey, call_key, constant_sizes
+from .call_key import CallKey, call_key
 from .captured_outputs import is_idle
 from .child_calls import recorded_calls
 from .dataflow import Dataflow, map_leaves, tensors_in
@@ -99,9 +99,8 @@ def trace(
         raise NotNowError("is called under a transform of torch.func")
     if any(GLOBAL_HOOKS):
         raise NotNowError("is called while all modules have hooks")
-    constants = constant_sizes(module)
-    key = call_key(module, args, kwargs, constants)
-    sizes = Sizes(key.sizes, constants.union(key.constants))
+    key = call_key(module, args, kwargs)
+    sizes = Sizes(key.sizes, key.constants)
     mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)
     with ExitStack() as end, ExitStack() as modes:
         end.callback(mode.forget)

@@ -204,18 +204,18 @@ class TracingMode(TorchFunctionMode):
             self.note_effect("decides by the numbers of entries", op, Tensor.__bool__, args)
             return False
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
-        note_sizes(op, args, kwargs, self.sizes)
-        sized = sizes_in((args, kwargs))
-        args, kwargs = map_leaves(plain, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place)
-        operands, keywords = map_leaves(self.stand_in, with_devices(op, args, kwargs))
+        note_sizes(node, self.sizes)
+        sized = sizes_in((node.args, node.kwargs))
+        node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
+        operands, keywords = map_leaves(self.stand_in, with_devices(node))
         tensors = tensors_in((operands, keywords))
         versions = [t._version for t in tensors]
         try:
             # What makes tensors of none makes them on the device of the stand-ins.
             made_on = nullcontext() if tensors else self.stand_in_device
             with torch.no_grad(), self.fake, made_on:
-                result = computed(op, function, operands, keywords)
+                result = computed(node, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
         for space in (vars(functional), vars(torch)):  # whose functions others may replace
@@ -224,7 +224,7 @@ class TracingMode(TorchFunctionMode):
         if _FUNCTIONAL.get(op) is function is not vars(functional).get(op):
             self.note_effect(f"finds another torch.nn.functional.{op} than torch's")
         written = [t for t, version in zip(tensors, versions) if t._version != version]
-        note_results(op, args, kwargs, sized, tensors_in(result), self.sizes)
+        note_results(node, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)
         return result
 
@@ -256,11 +256,11 @@ class TracingMode(TorchFunctionMode):
         if not in_place and results and all(any(t is o for o in operands) for t in results):
             return  # a cast to the same dtype, dropout in evaluation: nothing was computed
         results += [t for t in written if not any(t is r for r in results)]
-        values = list(values_in((node.args, node.kwargs)))
+        values, chosen = values_in((node.args, node.kwargs)), chosen_by_entries(node)
         effects = [v.foreign for v in values if v.foreign]
         if in_place:
             effects.append(f"writes in place by {op}")
-        elif chosen_by_entries(op, node.args, node.kwargs):
+        elif chosen:
             effects.append(f"returns the places of a number of entries by {op}")
             for t in results:
                 any(map(self.sizes.derive, t.shape))
@@ -278,12 +278,7 @@ class TracingMode(TorchFunctionMode):
             effects.append(f"computes {op} with autocast switched")
         node.effect = ", ".join(effects)
         self.append(node, results, enabled and differentiated and keeps_gradients(op))
-        self.count(node, values)
-
-    def count(self, node: Node, values: list[Value]) -> None:
-        """Notes which results have sizes that depend on numbers in tensors."""
         others = {v.shape for v in values if not v.counted}
-        chosen = chosen_by_entries(node.op, node.args, node.kwargs)
         counted = any(v.counted for v in values)
         for v in node.results:
             v.counted = chosen or (counted and v.shape not in others)
