@@ -17,7 +17,7 @@ __all__ = ["recorded_calls"]
 
 
 def recorded_calls(mode: TracingMode) -> AbstractContextManager[None]:
-    """Has calls of children be recorded, in place of ``nn.Module.__call__``."""
+    """Records calls of children, in place of ``nn.Module.__call__``."""
 
     def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         path = mode.paths.get(id(module))

@@ -152,27 +152,20 @@ class Built:
 
     # Parameters
 
-    def alias(self, op: nn.Module, name: str, path: str | None) -> None:
-        """Makes an operation read the parameter at a path of the module as its own."""
-        if path is None:
-            op._parameters[name] = None
-            return
-        holder, _, own = path.rpartition(".")
-        source = self._module.get_submodule(holder)._parameters
-        self.aliases.append(Alias(op._parameters, name, source, own))
-
     def aliased(self, op: nn.Module, **paths: str | None) -> list[nn.Module]:
-        """An operation that reads parameters of the module, by their names, as its own."""
+        """An operation that reads the parameters at paths of the module as its own."""
         for name, path in paths.items():
-            self.alias(op, name, path)
+            op._parameters[name] = None
+            if path is not None:
+                holder, _, own = path.rpartition(".")
+                source = self._module.get_submodule(holder)._parameters
+                self.aliases.append(Alias(op._parameters, name, source, own))
         return [op]
 
-    def weight(self, op: nn.Module, name: str, path: str | None) -> None:
-        """As :meth:`alias`, for a norm, which has ones if the module's has no weight."""
-        if path is None:
-            self.ones.append((op, name))
-        else:
-            self.alias(op, name, path)
+    def normed(self, op: nn.Module, **paths: str | None) -> list[nn.Module]:
+        """A norm whose weights are those of the module, or ones where it has none."""
+        self.ones += [(op, name) for name, path in paths.items() if path is None]
+        return self.aliased(op, **{n: path for n, path in paths.items() if path is not None})
 
     def _set_ones(self, op: nn.Module, name: str) -> None:
         """Gives a norm that has no weight one that changes nothing."""
@@ -201,7 +194,7 @@ class Built:
             for n, p in enumerate(projections)
             for adapter in (p.adapters if isinstance(p, read.LoRALinear) else ())
         ]
-        linears = [p.linear if isinstance(p, read.LoRALinear) else p for p in projections]
+        linears = [_without_adapters(p) for p in projections]
         made = basic.LoRALinear(
             linears[0].in_features,
             [p.out_features for p in linears],
@@ -214,11 +207,9 @@ class Built:
             device="meta",
         )
         for n, p in enumerate(linears):
-            self.alias(made, f"weight{n}", p.weight)
-            self.alias(made, f"bias{n}", p.bias)
+            self.aliased(made, **{f"weight{n}": p.weight, f"bias{n}": p.bias})
         for i, (a, _) in enumerate(adapters):
-            self.alias(made, f"lora_A_adapter{i}", a.a)
-            self.alias(made, f"lora_B_adapter{i}", a.b)
+            self.aliased(made, **{f"lora_A_adapter{i}": a.a, f"lora_B_adapter{i}": a.b})
         return [made]
 
     def embedding(self, op: read.Embedding) -> list[nn.Module]:
@@ -258,10 +249,9 @@ class Built:
         kind = basic.LayerNorm if op.centred else basic.RMSNorm
         zero_centred = op.zero_centred_weight
         made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
-        self.weight(made, "weight", op.weight)
         if op.centred:
-            self.alias(made, "bias", op.bias)
-        return [made]
+            self.aliased(made, bias=op.bias)
+        return self.normed(made, weight=op.weight)
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
         name = op.activation.name
@@ -318,9 +308,7 @@ class Built:
             zero_centered_gamma=zero_centred,
             device="meta",
         )
-        self.weight(made, "q_weight", op.q_weight)
-        self.weight(made, "k_weight", op.k_weight)
-        return [made]
+        return self.normed(made, q_weight=op.q_weight, k_weight=op.k_weight)
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:
         sizes = _sizes_of(op.heads, "rotary positions")
@@ -344,7 +332,7 @@ class Built:
             v_head_dim=heads.value_size if other_values else None,
             device="meta",
         )
-        self.alias(made, "sinks", op.sinks)
+        self.aliased(made, sinks=op.sinks)
         if op.masks:
             if self._of_numbers:  # which have not the dtype that masks are made in
                 raise KeptError("masks attention, and is given numbers of rows of a table")
@@ -433,11 +421,15 @@ def _scaled(op: read.Gated) -> Any | None:
     return basic.ScaledSwiGLU(blocks) if plain else None
 
 
+def _without_adapters(p: Any) -> Any:
+    return p.linear if isinstance(p, read.LoRALinear) else p
+
+
 def _has_adapters(
     projections: tuple[read.Projection, ...],
 ) -> TypeGuard[tuple[read.Linear | read.LoRALinear, ...]]:
     """Whether some have, and all are parameters of one layout alone."""
-    linears = [p.linear if isinstance(p, read.LoRALinear) else p for p in projections]
+    linears = [_without_adapters(p) for p in projections]
     return (
         any(isinstance(p, read.LoRALinear) for p in projections)
         and all(isinstance(p, read.Linear) for p in linears)

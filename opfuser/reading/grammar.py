@@ -279,7 +279,7 @@ class _Grammar:
         return None if found is None else self.values.peel(found.source)
 
     def called(self, v: Value) -> Value | None:
-        """As :meth:`projected`, where a child that is called may be a projection too."""
+        """The input of a projection or of a child that may stand for one; None for other values."""
         x, found = self.projected(v), next(calls_returning(self.values, [v]), None)
         return x if x is not None or found is None else self.values.peel(found.x)
 

@@ -122,10 +122,10 @@ class Observed:
         if depth > _DEEPEST:
             self.note_effect(f"reads '{name}', a nested {type(value).__name__}")
             return
-        for part in self._parts(name, value, depth):
+        for part in self._parts(name, value):
             self.look_into(name, part, depth + 1)
 
-    def _parts(self, name: str, value: Any, depth: int) -> list[Any]:
+    def _parts(self, name: str, value: Any) -> list[Any]:
         """What there is to look into inside a value, whose own contents are noted."""
         if isinstance(value, types.FunctionType):
             self._functions[id(value)] = value
@@ -187,7 +187,7 @@ class Observed:
         return inside
 
     def hold(self, holder: Any) -> None:
-        """Has the contents of a container be as they are now when the trace has ended."""
+        """Notes the contents of a container, which it has again when the trace has ended."""
         if id(holder) not in self._held:
             plain = isinstance(holder, (list, dict, set))
             self._held[id(holder)] = holder, holder.copy() if plain else dict(vars(holder))

@@ -28,7 +28,7 @@ class Reorder(nn.Module):
         numbers = torch.arange(len(blocks))
         regular = len(blocks) % rows == 0 and numbers.view(rows, -1).T.flatten().tolist()
         self.rows = rows if regular == self.blocks else 0
-        """Of the table of blocks whose columns stand one behind another in the output."""
+        """The rows of a table of blocks whose columns follow one another in the output; or 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, copied in order."""

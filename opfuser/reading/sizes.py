@@ -61,7 +61,7 @@ class Sizes:
             self._derived.add(size)
 
     def varying(self, shape: Iterable[int]) -> list[int]:
-        """Those sizes in a shape that may differ, in order of their values."""
+        """The sizes in a shape that may differ, in order of their values."""
         return sorted(size for size in shape if size in self._number)
 
     def known(self, shape: Iterable[int]) -> bool:
@@ -79,14 +79,14 @@ class Sizes:
             self.fix_all()
 
     def fix(self, size: int) -> None:
-        """Has the trace hold for calls alone in which this size is the same."""
+        """Notes that the trace holds for calls alone in which this size is the same."""
         if isinstance(size, Size):
             self.note(size.text and f"{size.text} == {plain(size)}", True)
         elif size in self._number:
             self.note(f"s[{self._number[size]}] == {size}", True)
 
     def fix_all(self) -> None:
-        """Has the trace hold for calls alone in which all sizes are the same."""
+        """Notes that the trace holds for calls alone in which all sizes are the same."""
         for size in self.values:
             self.fix(size)
 
