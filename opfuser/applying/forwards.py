@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError
+from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS, is_hooked
@@ -214,7 +215,7 @@ class State(CompiledCalls):
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             captured(),
-            _autocast() if torch._C._is_any_autocast_enabled() else (),
+            autocast_dtypes() if torch._C._is_any_autocast_enabled() else (),
         )
         found = None
         if kind is not None:
@@ -304,14 +305,6 @@ def _reason_outside() -> str:
     if torch._C._get_tracing_state() is not None:
         return "torch.jit traces it"
     return ""
-
-
-def _autocast() -> Hashable:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda", "xpu", "mps")
-        if torch.is_autocast_enabled(kind)
-    )
 
 
 def _called_copy(module: nn.Module) -> nn.Module | None:

@@ -17,7 +17,7 @@ from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
 
-__all__ = ["CallKey", "call_key", "is_dtensor", "is_plain", "small_call"]
+__all__ = ["CallKey", "autocast_dtypes", "call_key", "is_dtensor", "is_plain", "small_call"]
 
 # Sizes that are no number of heads, so that a forward does not name them by chance.
 _UNUSUAL = 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61
@@ -72,7 +72,7 @@ def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for shape in shapes
     )
     tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
-    modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
+    modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast_dtypes()
     placed = tuple([(n, *_placed(t)) for n, t in enumerate(found.tensors) if not is_plain(t)])
     facts = modes, captured(), structure, tensors, sizes, placed
     return CallKey(facts, tuple(numbers), fixed, tuple(found.caches))
@@ -110,7 +110,8 @@ def small_call(
     return map_leaves(shrunk, args), map_leaves(shrunk, kwargs)
 
 
-def _autocast() -> tuple[Any, ...]:
+def autocast_dtypes() -> tuple[Any, ...]:
+    """The kinds of devices that autocast is on for, with its dtype for each."""
     if not any_autocast():
         return ()
     return tuple(
