@@ -155,8 +155,9 @@ class Built:
     def aliased(self, op: nn.Module, **paths: str | None) -> list[nn.Module]:
         """An operation that reads the parameters at paths of the module as its own."""
         for name, path in paths.items():
-            op._parameters[name] = None
-            if path is not None:
+            if path is None:
+                op._parameters[name] = None
+            else:
                 holder, _, own = path.rpartition(".")
                 source = self._module.get_submodule(holder)._parameters
                 self.aliases.append(Alias(op._parameters, name, source, own))
