@@ -78,8 +78,8 @@ class Observed:
         self._kinds: dict[tuple[type, str], Any] = {}
         self._cells: dict[int, tuple[types.CellType, Any]] = {}
         self._functions: dict[int, types.FunctionType] = {}
-        self._containers: dict[int, tuple[Any, list[Any]]] = {}
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[int, tuple[Any, Any]] = {}  # containers, and their copies
+        self._containers: set[int] = set()  # those of them whose contents were read
         self._caches: dict[int, tuple[Any, int]] = {}
         self.cached: dict[int, int] = {}  # caches, by the code of what they keep results of
         self.kept_results: set[int] = set()  # caches that were given more than scalars
@@ -182,9 +182,8 @@ class Observed:
         if id(holder) in self._containers:
             return []
         self.hold(holder)
-        inside = contents(holder)
-        self._containers[id(holder)] = holder, inside
-        return inside
+        self._containers.add(id(holder))
+        return contents(holder)
 
     def hold(self, holder: Any) -> None:
         """Notes the contents of a container, which it has again when the trace has ended."""
@@ -254,7 +253,7 @@ class Observed:
             list(self._rows.values()),
             [(kind, name, value) for (kind, name), value in self._kinds.items()],
             facts,
-            list(self._containers.values()),
+            [(c, contents(copy)) for n, (c, copy) in self._held.items() if n in self._containers],
             held_tensors(self.root),
             frozenset(self.free),
         )
