@@ -17,9 +17,9 @@ from ..errors import ArgumentError
 from ..merged_linear import MergedLinear
 from ..quantization.region import autocast
 from ..quantization.weights import quantized_model_init
-from ..reading.call_key import CallKey, call_key, constant_sizes
+from ..reading.call_key import CallKey, call_key, small_call
 from ..reading.construction import Built, build
-from ..reading.dataflow import Dataflow, Value, map_leaves
+from ..reading.dataflow import Dataflow, Value, map_leaves, tensors_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError, NotNowError
 from ..reading.observed import FILLS_A_CACHE
@@ -38,11 +38,9 @@ from ..reading.operations import (
     Transpose,
 )
 from ..reading.reads import Reads, is_scalar
-from ..reading.siblings import sibling_reads
+from ..reading.siblings import exchanged_reads, sibling_reads
 from ..reading.sizes import Size
-from ..reading.small_calls import small_call
 from ..reading.tracer import Trace, device_of, trace
-from .checks import checks_of, with_exchanged_parameters
 from .deferred import Head
 from .descriptions import operations_in
 from .memo import Memo
@@ -70,7 +68,6 @@ class Decision:
         reason: why the module's own forward does; empty if a sequence does.
         trace: of a call; None if there is none.
         reads: what the module's forward reads; None without a trace.
-        check, granted: :class:`Checks` of these; None without a trace.
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
         masks: the numbers of the inputs that attention is masked with.
@@ -85,8 +82,6 @@ class Decision:
     reason: str = ""
     trace: Trace | None = None
     reads: Reads | None = None
-    check: Callable[[], bool] | None = None
-    granted: Callable[[], bool] | None = None
     reading: Reading | None = None
     built: Built | None = None
     masks: tuple[int, ...] = ()
@@ -102,7 +97,8 @@ class Decision:
 
     def current(self, application: Application) -> bool:
         """Whether it would be found out again."""
-        return self.check() if self.check else self.changes == application.changes
+        reads = self.reads
+        return reads.current() if reads else self.changes == application.changes
 
     def takes(self, key: CallKey, module: nn.Module) -> bool:
         """Whether it holds for calls of its module with a key, as long as it is current."""
@@ -116,12 +112,10 @@ class Decision:
 
     def exchange_parameters(self) -> bool:
         """Goes on with the parameters that are there now, if nothing else has changed."""
-        if self.reads is None or self.granted is None or not self.granted():
-            return False
-        reads = with_exchanged_parameters(self.reads)
+        reads = None if self.reads is None else exchanged_reads(self.reads)
         if reads is None:
             return False
-        before, self.reads, (self.check, self.granted) = self.reads, reads, checks_of(reads)
+        before, self.reads = self.reads, reads
         if self.trace is not None and self.trace.reads is before:  # not to hold the old ones
             self.trace.reads = reads
         for built in (self.built, self.head):
@@ -131,7 +125,7 @@ class Decision:
 
     def retire(self) -> None:
         """Takes no more calls, as something has changed that was read."""
-        self.trace = self.reads = self.check = self.granted = self.built = self.head = None
+        self.trace = self.reads = self.built = self.head = None
         self.changes = -1
 
 
@@ -212,7 +206,7 @@ class Application:
     def _decide(
         self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]
     ) -> tuple[Decision, tuple[int, ...]]:
-        key = call_key(module, args, kwargs, constant_sizes(module))
+        key = call_key(module, args, kwargs)
         for decision in known:
             if decision.takes(key, module):
                 if decision.current(self) or decision.exchange_parameters():
@@ -231,7 +225,7 @@ class Application:
         return self._decision(module, one, one.trace.reads)
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
-        made = Decision(one.reason, one.trace, reads, *checks_of(reads), changes=self.changes)
+        made = Decision(one.reason, one.trace, reads, changes=self.changes)
         if one.reading is not None and one.arrange is None and self._differentiates(module):
             made.head = Head.of(one.reading, module)
         if one.reading is not None and not one.alone:
@@ -336,9 +330,7 @@ def _is_worth_it(reading: Reading) -> bool:
 
 def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses what cannot be read as one sequence, before it is traced."""
-    tensors: list[Tensor] = []
-    map_leaves(lambda t: tensors.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
-    if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors):
+    if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors_in((args, kwargs))):
         raise KeptError("is called without a floating-point tensor of rows")
     if not all(p.numel() for p in module.parameters()):
         raise KeptError("has parameters without entries, which hooks of its children may fetch")
@@ -394,6 +386,6 @@ def _renumber(built: Built, traced: Reads, reads: Reads) -> None:
     """Has attention extend the layer of this module in a cache, not that of a sibling."""
     if traced is reads or not built.cached:
         return
-    pairs = zip(traced.rows(), reads.rows())
+    pairs = zip(traced.rows, reads.rows)
     numbers = {old[2]: new[2] for old, new in pairs if (id(old[0]), old[1]) in traced.free}
     built.cached[:] = [(op, numbers.get(layer, layer)) for op, layer in built.cached]

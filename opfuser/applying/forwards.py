@@ -22,6 +22,7 @@ from .. import torch_internals as internals
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
 from ..quantization.state import restore_state_of_parameters
+from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import is_hooked
@@ -225,15 +226,15 @@ class State(CompiledCalls):
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             captured(),
-            _autocast() if internals.any_autocast() else (),
+            autocast_dtypes() if internals.any_autocast() else (),
         )
         found = None
         if kind is not None:
             found = kind.last if modes == kind.modes else kind.known.get(modes)
         if found is not None:
             decision, sizes = found
-            check = decision.check
-            current = decision.current(self.application) if check is None else check()
+            reads = decision.reads
+            current = decision.current(self.application) if reads is None else reads.current()
             if current and (cache is None or _takes(decision, sizes, module, cache)):
                 return decision
         found = self._decide(module, args, kwargs)
@@ -315,14 +316,6 @@ def _reason_outside() -> str:
     if internals.jit_traces():
         return "torch.jit traces it"
     return ""
-
-
-def _autocast() -> Hashable:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda", "xpu", "mps")
-        if torch.is_autocast_enabled(kind)
-    )
 
 
 def _called_copy(module: nn.Module) -> nn.Module | None:

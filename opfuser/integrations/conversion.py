@@ -230,7 +230,7 @@ def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
 def _check_sizes(traced: Trace, reading: Reading) -> None:
     """Refuses what was read of sizes that others need not have."""
     x = traced.dataflow.inputs[reading.input]
-    dtype = next(values_in(traced.dataflow.result)).meta.dtype
+    dtype = values_in(traced.dataflow.result)[0].meta.dtype
     if dtype not in COMPUTE_DTYPES:
         raise KeptError(f"computes in {dtype}")
     if traced.guards:

@@ -12,11 +12,15 @@ from torch.nn.parameter import is_lazy
 
 from ..context import any_autocast
 from .captured_outputs import captured
+from .dataflow import map_leaves
 from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
 
-__all__ = ["CallKey", "call_key", "constant_sizes", "is_dtensor", "is_plain"]
+__all__ = ["CallKey", "autocast_dtypes", "call_key", "is_dtensor", "is_plain", "small_call"]
+
+# Sizes that are no number of heads, so that a forward does not name them by chance.
+_UNUSUAL = 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61
 
 
 class CallKey(NamedTuple):
@@ -25,17 +29,17 @@ class CallKey(NamedTuple):
     Attributes:
         facts: equal in calls that one trace may hold for.
         sizes: those sizes of its inputs that may differ, in order of their first occurrence.
-        constants: sizes of its inputs that may not differ.
+        constants: sizes that may not differ, those of parameters and buffers among them.
         caches: among its arguments, in order of their first occurrence.
     """
 
     facts: Hashable
     sizes: tuple[int, ...]
-    constants: tuple[int, ...]
+    constants: frozenset[int]
     caches: tuple[Any, ...]
 
 
-def constant_sizes(module: nn.Module) -> frozenset[int]:
+def _constant_sizes(module: nn.Module) -> frozenset[int]:
     """The sizes of a module's parameters and buffers, which do not differ between calls."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(map(is_lazy, tensors)):
@@ -43,23 +47,12 @@ def constant_sizes(module: nn.Module) -> frozenset[int]:
     return frozenset((0, 1)).union(*(t.shape for t in tensors))
 
 
-def call_key(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    constants: frozenset[int],
-) -> CallKey:
+def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey:
     """The key of a call in the current modes of training, gradients and autocast.
 
     Sizes of 0 and 1, those of parameters and buffers, and the last dimension of floating-point
     tensors of up to three dimensions (features) are part of the key. Of all others it has which of
     them are equal.
-
-    Args:
-        module: that is called.
-        args: positional arguments of the call.
-        kwargs: its keywords.
-        constants: the :func:`constant_sizes` of ``module``.
 
     Raises:
         KeptError: if an argument is of a type whose contents are not known.
@@ -72,19 +65,53 @@ def call_key(
         for t, shape in zip(found.tensors, shapes)
         if 0 < len(shape) <= 3 and t.dtype.is_floating_point
     }
-    fixed = constants | features
+    fixed = _constant_sizes(module) | features
     numbers: dict[int, int] = {}  # of each size that may differ
     sizes = tuple(
         tuple([n if n in fixed else -1 - numbers.setdefault(n, len(numbers)) for n in shape])
         for shape in shapes
     )
     tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
-    modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
-    facts = modes, captured(), structure, tensors, sizes, tuple(found.placements)
-    return CallKey(facts, tuple(numbers), tuple(sorted(features)), tuple(found.caches))
+    modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast_dtypes()
+    placed = tuple([(n, *_placed(t)) for n, t in enumerate(found.tensors) if not is_plain(t)])
+    facts = modes, captured(), structure, tensors, sizes, placed
+    return CallKey(facts, tuple(numbers), fixed, tuple(found.caches))
 
 
-def _autocast() -> tuple[Any, ...]:
+def small_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call in which the sizes that may differ between calls are small.
+
+    They are distinct, in the order of those of the given call, and equal to no size that may not
+    differ. A trace of the small call holds for the given one if it takes that one's key, which has
+    to be asked: a forward may decide by sizes. Calls with a cache are returned as they are, since
+    the sizes of caches follow from others.
+
+    Raises:
+        KeptError: if an argument is of a type whose contents are not known.
+    """
+    key = call_key(module, args, kwargs)
+    if key.caches:
+        return args, kwargs
+    free = (n for n in _UNUSUAL if n not in key.constants)
+    smaller = {n: min(n, small) for n, small in zip(sorted(key.sizes), free)}
+    made: dict[int, Tensor] = {}
+
+    def shrunk(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not is_plain(leaf):
+            return leaf
+        if id(leaf) not in made:
+            shape = [smaller.get(n, n) for n in leaf.shape]
+            small = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            made[id(leaf)] = small.requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return map_leaves(shrunk, args), map_leaves(shrunk, kwargs)
+
+
+def autocast_dtypes() -> tuple[Any, ...]:
+    """The kinds of devices that autocast is on for, with its dtype for each."""
     if not any_autocast():
         return ()
     return tuple(
@@ -99,22 +126,16 @@ class _Leaves:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.placements: list[Hashable] = []
         self.caches: list[Any] = []
         self._numbers: dict[int, int] = {}
 
     def structure(self, leaf: Any) -> Hashable:
-        """What else there is: containers and scalars, with a number for each tensor."""
+        """What else there is: containers and scalars, with a number for each tensor and cache."""
         kind = type(leaf)
         if leaf is None:
             return None
         if isinstance(leaf, Tensor):
-            if (number := self._numbers.get(id(leaf))) is None:
-                number = self._numbers[id(leaf)] = len(self.tensors)
-                self.tensors.append(leaf)
-                if not is_plain(leaf):
-                    self.placements.append((number, *_placed(leaf)))
-            return number
+            return self._number(leaf, self.tensors)
         if kind is tuple or kind is list or hasattr(leaf, "_fields"):
             return kind, *map(self.structure, leaf)
         if kind is dict:
@@ -122,15 +143,14 @@ class _Leaves:
         if is_scalar(leaf) or kind is torch.Size:
             return kind, leaf
         if is_cache(leaf):
-            return kind, self._cache(leaf)
+            return kind, self._number(leaf, self.caches)
         raise KeptError(f"is given a {kind.__name__}")
 
-    def _cache(self, cache: Any) -> int:
-        for number, known in enumerate(self.caches):
-            if known is cache:
-                return number
-        self.caches.append(cache)
-        return len(self.caches) - 1
+    def _number(self, leaf: Any, known: list[Any]) -> int:
+        number = self._numbers.setdefault(id(leaf), len(known))
+        if number == len(known):
+            known.append(leaf)
+        return number
 
 
 def _placed(t: Any) -> tuple[Hashable, ...]:

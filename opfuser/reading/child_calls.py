@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .dataflow import Call, Node, map_leaves
+from .dataflow import Call, Node, map_leaves, tensors_in
 from .reads import is_hooked
 from .replaced_methods import replaced
-from .tracing_mode import TracingMode, tensors_in
+from .tracing_mode import TracingMode, unrecorded
 
 __all__ = ["recorded_calls"]
 
 
-@contextmanager
-def recorded_calls(mode: TracingMode) -> Iterator[None]:
-    """Has calls of children be recorded, in place of ``nn.Module.__call__``."""
-    original = nn.Module.__call__
+def recorded_calls(mode: TracingMode) -> AbstractContextManager[None]:
+    """Records calls of children, in place of ``nn.Module.__call__``."""
 
     def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         path = mode.paths.get(id(module))
@@ -27,8 +25,8 @@ def recorded_calls(mode: TracingMode) -> Iterator[None]:
             return original(module, *args, **kwargs)
         return _called(mode, module, path, args, kwargs)
 
-    with replaced(nn.Module, "__call__", recorded):
-        yield
+    original = nn.Module.__call__
+    return replaced(nn.Module, "__call__", recorded)
 
 
 def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -38,7 +36,8 @@ def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: 
     call = Call(module, path, len(flow.nodes))
     call.args, call.kwargs = map_leaves(mode.value_of, (args, kwargs))
     tensors = tensors_in((args, kwargs))
-    versions = mode.versions(tensors)
+    with unrecorded():
+        versions = [t._version for t in tensors]
     hooked = is_hooked(module, mode.ignored_hooks)
     mode.open_calls.append(call)
     if not mode.muted:
@@ -50,11 +49,14 @@ def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: 
         mode.muted -= hooked
         mode.open_calls.pop()
     if hooked:
-        result = map_leaves(mode.renewed, result)
+        with unrecorded(), torch.no_grad():  # as a hook may return other tensors than the forward
+            result = map_leaves(lambda t: t.view_as(t) if isinstance(t, Tensor) else t, result)
         node = Node("call_module", module, call.args, call.kwargs, path)
         mode.append(node, tensors_in(result), requires_grad=True)
     call.end = len(flow.nodes)
     call.result = map_leaves(mode.value_of, result)
-    if mode.versions(tensors) != versions:
+    with unrecorded():
+        written = versions != [t._version for t in tensors]
+    if written:
         mode.note_effect(f"has '{path}' write to its arguments")
     return result

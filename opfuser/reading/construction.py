@@ -154,21 +154,21 @@ class Built:
 
     # Parameters
 
-    def alias(self, op: nn.Module, name: str, path: str | None) -> None:
-        """Makes an operation read the parameter at a path of the module as its own."""
-        if path is None:
-            op._parameters[name] = None
-            return
-        holder, _, own = path.rpartition(".")
-        source = self._module.get_submodule(holder)._parameters
-        self.aliases.append(Alias(op._parameters, name, source, own))
+    def aliased(self, op: nn.Module, **paths: str | None) -> list[nn.Module]:
+        """An operation that reads the parameters at paths of the module as its own."""
+        for name, path in paths.items():
+            if path is None:
+                op._parameters[name] = None
+            else:
+                holder, _, own = path.rpartition(".")
+                source = self._module.get_submodule(holder)._parameters
+                self.aliases.append(Alias(op._parameters, name, source, own))
+        return [op]
 
-    def weight(self, op: nn.Module, name: str, path: str | None) -> None:
-        """As :meth:`alias`, for a norm, which has ones if the module's has no weight."""
-        if path is None:
-            self.ones.append((op, name))
-        else:
-            self.alias(op, name, path)
+    def normed(self, op: nn.Module, **paths: str | None) -> list[nn.Module]:
+        """A norm whose weights are those of the module, or ones where it has none."""
+        self.ones += [(op, name) for name, path in paths.items() if path is None]
+        return self.aliased(op, **{n: path for n, path in paths.items() if path is not None})
 
     def leave_scales(self) -> Built:
         """Has the module keep the scales of operations, beside the weights that they read."""
@@ -195,11 +195,8 @@ class Built:
             weight_transposed=op.transposed,
             device="meta",
         )
-        self.alias(made, "weight", op.weight)
         self._weights.append((made, op.weight))
-        if op.bias is not None:
-            self.alias(made, "bias", op.bias)
-        return [made]
+        return self.aliased(made, weight=op.weight, bias=op.bias)
 
     def lora(self, *projections: read.Linear | read.LoRALinear) -> list[nn.Module]:
         """One operation for projections of one input."""
@@ -208,7 +205,7 @@ class Built:
             for n, p in enumerate(projections)
             for adapter in (p.adapters if isinstance(p, read.LoRALinear) else ())
         ]
-        linears = [p.linear if isinstance(p, read.LoRALinear) else p for p in projections]
+        linears = [_without_adapters(p) for p in projections]
         made = basic.LoRALinear(
             linears[0].in_features,
             [p.out_features for p in linears],
@@ -221,19 +218,16 @@ class Built:
             device="meta",
         )
         for n, p in enumerate(linears):
-            self.alias(made, f"weight{n}", p.weight)
-            self.alias(made, f"bias{n}", p.bias)
+            self.aliased(made, **{f"weight{n}": p.weight, f"bias{n}": p.bias})
         for i, (a, _) in enumerate(adapters):
-            self.alias(made, f"lora_A_adapter{i}", a.a)
-            self.alias(made, f"lora_B_adapter{i}", a.b)
+            self.aliased(made, **{f"lora_A_adapter{i}": a.a, f"lora_B_adapter{i}": a.b})
         return [made]
 
     def embedding(self, op: read.Embedding) -> list[nn.Module]:
         made = basic.Embedding(
             op.num_embeddings, op.embedding_dim, padding_idx=op.padding_idx, device="meta"
         )
-        self.alias(made, "weight", op.weight)
-        return [made]
+        return self.aliased(made, weight=op.weight)
 
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
@@ -258,16 +252,10 @@ class Built:
                 ops = self._modules(p)
                 setattr(made, name, ops[0] if len(ops) == 1 else Sequential(*ops))
             else:
-                self.alias(made.get_submodule(name), "weight", p.weight)
-                self.alias(made.get_submodule(name), "bias", p.bias)
+                self.aliased(made.get_submodule(name), weight=p.weight, bias=p.bias)
         first = op.projections[0]
         if isinstance(first, read.Linear):
             self._weights.append((made, first.weight))
-        return [made]
-
-    def bias(self, op: read.Bias) -> list[nn.Module]:
-        made = basic.Bias(op.size, device="meta")
-        self.alias(made, "bias", op.bias)
         return [made]
 
     def norm(self, op: read.Norm) -> list[nn.Module]:
@@ -275,13 +263,9 @@ class Built:
         kind = basic.LayerNorm if op.centred else basic.RMSNorm
         zero_centred = op.zero_centred_weight
         made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
-        self.weight(made, "weight", op.weight)
         if op.centred:
-            self.alias(made, "bias", op.bias)
-        return [made]
-
-    def activation(self, op: read.Activation) -> list[nn.Module]:
-        return [ACTIVATIONS[op.name](*op.constants)]
+            self.aliased(made, bias=op.bias)
+        return self.normed(made, weight=op.weight)
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
         name = op.activation.name
@@ -325,16 +309,9 @@ class Built:
             single_grouped_weight=True,
             single_grouped_bias=True,
         )
-        self.alias(made, "weight", op.weight)
         self._weights.append((made, op.weight))
-        self.alias(made, "bias", op.bias)
+        self.aliased(made, weight=op.weight, bias=op.bias)
         return made
-
-    def dropout(self, op: read.Dropout) -> list[nn.Module]:
-        return [basic.Dropout(op.p)]
-
-    def scale(self, op: read.Scale) -> list[nn.Module]:
-        return [basic.ConstantScale(op.factor)]
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
         sizes = _sizes_of(op.heads, "norms of heads")
@@ -346,9 +323,7 @@ class Built:
             zero_centered_gamma=zero_centred,
             device="meta",
         )
-        self.weight(made, "q_weight", op.q_weight)
-        self.weight(made, "k_weight", op.k_weight)
-        return [made]
+        return self.normed(made, q_weight=op.q_weight, k_weight=op.k_weight)
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:
         sizes = _sizes_of(op.heads, "rotary positions")
@@ -372,7 +347,7 @@ class Built:
             v_head_dim=heads.value_size if other_values else None,
             device="meta",
         )
-        self.alias(made, "sinks", op.sinks)
+        self.aliased(made, sinks=op.sinks)
         if op.masks:
             if self._of_numbers:  # which have not the dtype that masks are made in
                 raise KeptError("masks attention, and is given numbers of rows of a table")
@@ -386,9 +361,6 @@ class Built:
         sizes = heads.keys * heads.size, heads.keys * heads.value_size
         self.memories.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
         return self.attention(op.attention, "separate")
-
-    def residual(self, op: read.Residual) -> list[nn.Module]:
-        return [Residual(*self._all(op.branch))]
 
     def parallel(
         self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
@@ -407,32 +379,15 @@ class Built:
             joins.append(joined)
         return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
 
-    def times(self, op: read.Times) -> list[nn.Module]:
-        return self.parallel(op, Multiply)
-
-    def reorder(self, op: read.Reorder) -> list[nn.Module]:
-        return [Reorder(op.blocks, op.size)]
-
-    def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
-        made = ColumnScale()
-        self.alias(made, "weight", op.weight)
-        return [made]
-
-    def transpose(self, op: read.Transpose) -> list[nn.Module]:
-        return [Transpose()]
-
-    def normalised(self, op: read.Normalised) -> list[nn.Module]:
-        return [*self._modules(op.linear), *self.norm(op.norm)]
-
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
-    read.Activation: Built.activation,
+    read.Activation: lambda _, op: [ACTIVATIONS[op.name](*op.constants)],
     read.Attention: Built.attention,
-    read.Bias: Built.bias,
+    read.Bias: lambda built, op: built.aliased(basic.Bias(op.size, device="meta"), bias=op.bias),
     read.Called: Built.called,
-    read.ColumnScale: Built.column_scale,
+    read.ColumnScale: lambda built, op: built.aliased(ColumnScale(), weight=op.weight),
     read.CrossAttention: Built.cross_attention,
-    read.Dropout: Built.dropout,
+    read.Dropout: lambda _, op: [basic.Dropout(op.p)],
     read.Embedding: Built.embedding,
     read.Experts: Built.experts,
     read.Gated: Built.gated,
@@ -441,14 +396,14 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.LoRALinear: Built.lora,
     read.MergedLinear: Built.merged,
     read.Norm: Built.norm,
-    read.Normalised: Built.normalised,
+    read.Normalised: lambda built, op: [*built._modules(op.linear), *built.norm(op.norm)],
     read.Parallel: Built.parallel,
-    read.Reorder: Built.reorder,
-    read.Residual: Built.residual,
+    read.Reorder: lambda _, op: [Reorder(op.blocks, op.size)],
+    read.Residual: lambda built, op: [Residual(*built._all(op.branch))],
     read.Rotary: Built.rotary,
-    read.Scale: Built.scale,
-    read.Times: Built.times,
-    read.Transpose: Built.transpose,
+    read.Scale: lambda _, op: [basic.ConstantScale(op.factor)],
+    read.Times: lambda built, op: built.parallel(op, Multiply),
+    read.Transpose: lambda _, op: [Transpose()],
 }
 
 
@@ -481,11 +436,15 @@ def _scaled(op: read.Gated) -> Any | None:
     return basic.ScaledSwiGLU(blocks) if plain else None
 
 
+def _without_adapters(p: Any) -> Any:
+    return p.linear if isinstance(p, read.LoRALinear) else p
+
+
 def _has_adapters(
     projections: tuple[read.Projection, ...],
 ) -> TypeGuard[tuple[read.Linear | read.LoRALinear, ...]]:
     """Whether some have, and all are parameters of one layout alone."""
-    linears = [p.linear if isinstance(p, read.LoRALinear) else p for p in projections]
+    linears = [_without_adapters(p) for p in projections]
     return (
         any(isinstance(p, read.LoRALinear) for p in projections)
         and all(isinstance(p, read.Linear) for p in linears)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = ["Call", "Dataflow", "Node", "Value", "map_leaves", "values_in"]
+__all__ = [
+    "Call",
+    "Dataflow",
+    "Node",
+    "Value",
+    "leaves_in",
+    "map_leaves",
+    "tensors_in",
+    "values_in",
+]
 
+_Leaf = TypeVar("_Leaf")
 Origin = Literal["input", "parameter", "buffer", "constant", "node"]
 
 
@@ -25,6 +35,8 @@ class Value:
         node: the node that it is a result of.
         real: the tensor that a parameter, buffer or constant stands for.
         requires_grad: whether the tensor does; a stand-in has no graph, which would keep it alive.
+        foreign: why it may compute something else than a tensor does, as a predicate; or empty.
+        counted: whether its sizes depend on the numbers in tensors.
     """
 
     origin: Origin
@@ -33,6 +45,8 @@ class Value:
     node: Node | None = None
     real: Tensor | None = None
     requires_grad: bool = False
+    foreign: str = ""
+    counted: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,8 +131,18 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-def values_in(tree: Any) -> Iterator[Value]:
+def leaves_in(tree: Any, kind: type[_Leaf]) -> list[_Leaf]:
+    """The leaves of a type, in order."""
+    found: list[_Leaf] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, kind) else None, tree)
+    return found
+
+
+def values_in(tree: Any) -> list[Value]:
     """The values among the leaves, in order."""
-    found: list[Value] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, tree)
-    return iter(found)
+    return leaves_in(tree, Value)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves, in order."""
+    return leaves_in(tree, Tensor)

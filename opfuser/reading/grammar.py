@@ -55,14 +55,10 @@ __all__ = ["read"]
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     """The operations that compute the one tensor that a forward returns besides its inputs.
 
-    Args:
-        dataflow: of the forward.
-        autocast: the dtype of autocast, if it was on.
-
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
     """
-    results = list(values_in(dataflow.result))
+    results = values_in(dataflow.result)
     results = [v for v in results if v.origin != "input"] or results[:1]
     if len(results) != 1:
         reason = f"returns {len(results)} tensors"
@@ -191,6 +187,16 @@ class _Grammar:
         found = linear_of(self.values, v)
         return None if found is None else Step((found.linear,), found.x, once=found.once)
 
+    def normalised(self, v: Value) -> Step | None:
+        """A linear function, and perhaps a norm of all that it returns."""
+        norm = norm_of(self.values, v, None)
+        if norm is None or norm.factor != 1:
+            return self.linear(v, None)
+        found = linear_of(self.values, norm.x)
+        if found is None or norm.norm.shape != (found.linear.out_features,):
+            return None
+        return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
+
     def embedding(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
         if op != "embedding":
@@ -224,24 +230,20 @@ class _Grammar:
                     return self.gated(found)
                 except KeptError as why:
                     reason = reason or why
-        if len(product.values) == 2 and all(x.shape == v.shape for x in product.values):
+        streams = [x for x in product.values if vector_of(self.values, x) is None]
+        of_rows = all(x.shape[:-1] == v.shape[:-1] for x in streams)
+        if len(streams) == len(product.values) == 2 and of_rows and not product.inverse_roots:
+            streams.sort(key=lambda x: x.shape == v.shape)  # one column first, which scales rows
             with suppress(KeptError):
-                step = self.branches(product.values, base, Times)
+                step = self.branches(streams, base, Times)
                 return step.followed_by(Step(_scaled(product.factor), v))
         if reason is not None:
             raise reason
-        if product.inverse_roots or product.values == (v,):
+        if product.inverse_roots or product.values == (v,) or len(streams) != 1:
             return None
-        scales = [x for x in product.values if vector_of(self.values, x) is not None]
-        streams = [x for x in product.values if x not in scales]
-        columns = [x for x in streams if x.shape[-1:] == (1,) != v.shape[-1:]]
-        if len(columns) == 1 and len(streams) == 2 and not scales:
-            branches = columns + [x for x in streams if x not in columns]
-            scaled = self.branches(branches, base, Times)
-            return scaled.followed_by(Step(_scaled(product.factor), v))
-        if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
+        if streams[0].shape[-1:] != v.shape[-1:]:
             return None
-        made = tuple(ColumnScale(scale.name) for scale in scales)
+        made = [ColumnScale(x.name) for x in product.values if x is not streams[0]]
         return Step((*made, *_scaled(product.factor)), streams[0])
 
     def gated(self, found: ActivationFound) -> Step:
@@ -265,29 +267,19 @@ class _Grammar:
         Raises:
             KeptError: it is neither.
         """
-        found = linear_of(self.values, v)
-        if found is not None:
-            return Step((found.linear,), found.x, once=found.once)
-        norm = norm_of(self.values, v, None)
-        if norm is not None and norm.factor == 1:
-            found = linear_of(self.values, norm.x)
-            if found is not None and norm.norm.shape == (found.linear.out_features,):
-                return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
+        found = self.normalised(v)
         called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
-        if called:
-            return called[0]
-        raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
+        if found is None and not called:
+            raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
+        return found or called[0]
 
     def projected(self, v: Value) -> Value | None:
         """The input of a projection, of what it returns; None for other values."""
-        found = linear_of(self.values, v)
-        if found is None:
-            norm = norm_of(self.values, v, None)
-            found = None if norm is None else linear_of(self.values, norm.x)
-        return None if found is None else self.values.peel(found.x)
+        found = self.normalised(v)
+        return None if found is None else self.values.peel(found.source)
 
     def called(self, v: Value) -> Value | None:
-        """As :meth:`projected`, where a child that is called may be a projection too."""
+        """The input of a projection or of a child that may stand for one; None for other values."""
         x, found = self.projected(v), next(calls_returning(self.values, [v]), None)
         return x if x is not None or found is None else self.values.peel(found.x)
 

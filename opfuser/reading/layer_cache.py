@@ -44,16 +44,14 @@ class LayerCache(StoresLast):
         as they do in transformers.
         """
         layer, length = self._replacing, k.shape[2]
-        kept = getattr(self.cache, "kept", None)
-        if layer is not None and kept is None:
-            more = extended_copy(layer, k, v)
-        elif layer is not None and kept is not None:
-            with torch.enable_grad():
-                more = extended_copy(layer, *kept(k, v))
-            more = more._replace(keys=more.keys.detach(), values=more.values.detach())
-        else:
+        if layer is None:
             keys, values = self.cache.update(k, v, self.layer)
             more = Extended(keys, values, None)
+        else:
+            kept = getattr(self.cache, "kept", lambda *given: given)
+            with torch.enable_grad():  # of what is kept, so that it says that it has no gradients
+                more = extended_copy(layer, *kept(k, v))
+            more = more._replace(keys=more.keys.detach(), values=more.values.detach())
         if self.causal and more.keys.shape[2] > length:
             keys, values = more.keys[:, :, :length], more.values[:, :, :length]
             more = more._replace(keys=keys, values=values)

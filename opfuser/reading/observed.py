@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from ..torch_internals import GLOBAL_HOOKS
 from .reads import (
+    CELL,
+    CODE,
+    COUNT,
+    DEFAULTS,
+    DTYPE,
     HOOKS,
     MISSING,
+    REQUIRES_GRAD,
+    SHAPE,
+    SLOTS,
     Reads,
     Row,
     contents,
@@ -70,8 +78,8 @@ class Observed:
         self._kinds: dict[tuple[type, str], Any] = {}
         self._cells: dict[int, tuple[types.CellType, Any]] = {}
         self._functions: dict[int, types.FunctionType] = {}
-        self._containers: dict[int, tuple[Any, list[Any]]] = {}
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[int, tuple[Any, Any]] = {}  # containers, and their copies
+        self._containers: set[int] = set()  # those of them whose contents were read
         self._caches: dict[int, tuple[Any, int]] = {}
         self.cached: dict[int, int] = {}  # caches, by the code of what they keep results of
         self.kept_results: set[int] = set()  # caches that were given more than scalars
@@ -114,10 +122,10 @@ class Observed:
         if depth > _DEEPEST:
             self.note_effect(f"reads '{name}', a nested {type(value).__name__}")
             return
-        for part in self._parts(name, value, depth):
+        for part in self._parts(name, value):
             self.look_into(name, part, depth + 1)
 
-    def _parts(self, name: str, value: Any, depth: int) -> list[Any]:
+    def _parts(self, name: str, value: Any) -> list[Any]:
         """What there is to look into inside a value, whose own contents are noted."""
         if isinstance(value, types.FunctionType):
             self._functions[id(value)] = value
@@ -143,12 +151,16 @@ class Observed:
     def _executed_functions(self) -> list[types.FunctionType]:
         """The functions that were found and executed, whose variables and defaults are noted."""
         done: dict[int, types.FunctionType] = {}
-        while new := {i: f for i, f in self._functions.items() if self._is_new(f, done)}:
-            done |= new
-            for function in new.values():
+        while new := [
+            function
+            for number, function in self._functions.items()
+            if number not in done and id(function.__code__) in self.executed
+        ]:
+            for function in new:
+                done[id(function)] = function
                 name = function.__name__
                 for cell in function.__closure__ or ():
-                    self._cell(name, cell, 0)
+                    self._cell(name, cell)
                 self.look_into(name, (function.__defaults__, function.__kwdefaults__))
                 for attribute, part in vars(function).items():
                     if not attribute.startswith("__"):
@@ -156,29 +168,25 @@ class Observed:
                         self.look_into(attribute, part)
         return list(done.values())
 
-    def _is_new(self, function: types.FunctionType, done: dict[int, types.FunctionType]) -> bool:
-        return id(function) not in done and id(function.__code__) in self.executed
-
-    def _cell(self, name: str, cell: types.CellType, depth: int) -> None:
+    def _cell(self, name: str, cell: types.CellType) -> None:
         try:
             value = cell.cell_contents
         except ValueError:  # not yet bound
             return
         if id(cell) not in self._cells:
             self._cells[id(cell)] = cell, value
-            self.look_into(name, value, depth + 1)
+            self.look_into(name, value)
 
     def container(self, holder: Any) -> list[Any]:
         """Notes the contents of a container, and returns them where that had not been done."""
         if id(holder) in self._containers:
             return []
         self.hold(holder)
-        inside = contents(holder)
-        self._containers[id(holder)] = holder, inside
-        return inside
+        self._containers.add(id(holder))
+        return contents(holder)
 
     def hold(self, holder: Any) -> None:
-        """Has the contents of a container be as they are now when the trace has ended."""
+        """Notes the contents of a container, which it has again when the trace has ended."""
         if id(holder) not in self._held:
             plain = isinstance(holder, (list, dict, set))
             self._held[id(holder)] = holder, holder.copy() if plain else dict(vars(holder))
@@ -204,7 +212,6 @@ class Observed:
 
     def reads(self) -> Reads:
         """What was read, after the trace."""
-        reads = Reads(self.root, free=frozenset(self.free))
         children = (v for _, _, v in self._rows.values() if isinstance(v, nn.Module))
         self.modules.update((id(child), child) for child in children)
         for module in self.called.values():
@@ -212,35 +219,44 @@ class Observed:
             forward = module.__dict__.get("forward", MISSING)
             self.row(module.__dict__, "forward", forward)
             self.look_into("forward", forward)
-        for module in self.modules.values():
+        modules = list(self.modules.values())
+        holders = {holder for holder, _ in self._rows}
+        for module in modules:
             self.kind(type(module), "forward")
             if type(module).__call__ is not nn.Module.__call__:
                 self.kind(type(module), "__call__")
+            own, *slots = attributes_of(module)
+            for name, slot in zip(SLOTS, slots):
+                if id(slot) in holders:
+                    self.row(own, name, slot)
         functions = self._executed_functions()
-        reads.modules = list(self.modules.values())
-        reads.types = list(map(type, reads.modules))
-        reads.held = held_tensors(self.root)
-        for kind in dict.fromkeys(reads.types):
-            reads.classes[0].append(vars(kind))
-            reads.classes[1].append(len(vars(kind)))
-        own = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
-        reads.hooks = [*GLOBAL_HOOKS, *own]
-        reads.counts = list(map(len, reads.hooks))
-        reads.hooked = any(reads.counts)
-        for row in self._rows.values():
-            reads.add_row(*row)
-        for (kind, name), value in self._kinds.items():
-            reads.kinds[0].append(kind)
-            reads.kinds[1].append(name)
-            reads.kinds[2].append(value)
-        for cell, value in self._cells.values():
-            reads.cells[0].append(cell)
-            reads.cells[1].append(value)
-        reads.containers = list(self._containers.values())
-        reads.functions = functions, [f.__code__ for f in functions]
-        having = [f for f in functions if f.__defaults__]
-        reads.defaults = having, [f.__defaults__ for f in having]
-        return reads
+        hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
+        parameters = [v for _, _, v in self._rows.values() if isinstance(v, nn.Parameter)]
+        asked: dict[Callable[[Any], Any], list[Any]] = {
+            SHAPE: parameters,
+            DTYPE: parameters,
+            # Of the others, a forward may compute some without gradients.
+            REQUIRES_GRAD: [p for p in parameters if not p.requires_grad],
+            type: modules,
+            len: list(map(vars, dict.fromkeys(map(type, modules)))),
+            COUNT: [*GLOBAL_HOOKS, *hooks],
+            CODE: functions,
+            DEFAULTS: [f for f in functions if f.__defaults__],
+        }
+        facts = {get: (about, [*map(get, about)]) for get, about in asked.items()}
+        facts[CELL] = (
+            [cell for cell, _ in self._cells.values()],
+            [v for _, v in self._cells.values()],
+        )
+        return Reads(
+            self.root,
+            list(self._rows.values()),
+            [(kind, name, value) for (kind, name), value in self._kinds.items()],
+            facts,
+            [(c, contents(copy)) for n, (c, copy) in self._held.items() if n in self._containers],
+            held_tensors(self.root),
+            frozenset(self.free),
+        )
 
 
 def attributes_of(module: nn.Module) -> list[dict[str, Any]]:

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Activation",
-    "Adapter",
-    "Attention",
-    "Bias",
-    "Called",
-    "ColumnScale",
-    "CrossAttention",
-    "Dropout",
-    "Embedding",
-    "Experts",
-    "ExpertsLinear",
-    "Gated",
-    "HeadNorm",
-    "Heads",
-    "Linear",
-    "LoRALinear",
-    "Mask",
-    "MergedLinear",
-    "Norm",
-    "Normalised",
-    "Operation",
-    "Parallel",
-    "Projection",
-    "Reading",
-    "Reorder",
-    "Residual",
-    "Rotary",
-    "Scale",
-    "Times",
-    "Transpose",
-]
+
+@dataclass(frozen=True)
+class Operation:
+    """What is computed of a stream of rows."""
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Operation):
     """``y = x W^T + b``; with ``transposed``, ``y = x W + b``."""
 
     weight: str
@@ -61,11 +33,10 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class LoRALinear:
-    """A linear function plus adapters of the same input."""
+class _WithLinear(Operation):
+    """A linear function, and more that leaves its sizes as they are."""
 
-    linear: Linear
-    adapters: tuple[Adapter, ...]
+    linear: Linear | LoRALinear
 
     @property
     def in_features(self) -> int:
@@ -79,7 +50,15 @@ class LoRALinear:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class LoRALinear(_WithLinear):
+    """A linear function plus adapters of the same input."""
+
+    linear: Linear
+    adapters: tuple[Adapter, ...]
+
+
+@dataclass(frozen=True)
+class Embedding(Operation):
     """Rows of a table by their numbers, which the input holds; one may get no gradient."""
 
     weight: str
@@ -89,7 +68,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Called:
+class Called(Operation):
     """A child that is called as it is, with one tensor, because it was not explained.
 
     Attributes:
@@ -108,7 +87,7 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Operation):
     """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x if ``centred``, else 0.
 
     With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1.
@@ -123,35 +102,24 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Normalised:
+class Normalised(_WithLinear):
     """A linear function, and a norm of all that it returns."""
 
-    linear: Linear | LoRALinear
     norm: Norm
-
-    @property
-    def in_features(self) -> int:
-        """The last dimension of the input."""
-        return self.linear.in_features
-
-    @property
-    def out_features(self) -> int:
-        """The last dimension of the output."""
-        return self.linear.out_features
 
 
 Projection = Linear | LoRALinear | Called | Normalised
 
 
 @dataclass(frozen=True)
-class MergedLinear:
+class MergedLinear(Operation):
     """The outputs of projections of one input, concatenated."""
 
     projections: tuple[Projection, ...]
 
 
 @dataclass(frozen=True)
-class Bias:
+class Bias(Operation):
     """``y = x + b``."""
 
     bias: str
@@ -159,7 +127,7 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Activation:
+class Activation(Operation):
     """A function of each entry: a name of ``construction.ACTIVATIONS``, and its constants."""
 
     name: str
@@ -167,7 +135,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Gated:
+class Gated(Operation):
     """``y = f(a) (b + offset)`` of the halves [a, b] of the last dimension, f an activation.
 
     With a limit, a is clamped from above, and b on both sides. ``interleaved`` columns alternate.
@@ -191,7 +159,7 @@ class ExpertsLinear:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Operation):
     """``y = Σ_j w_j down_e(f(up_e(x)))``, e the j-th of the experts that a router has chosen.
 
     Attributes:
@@ -211,14 +179,14 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(Operation):
     """Zeroes entries with a probability, and scales the others."""
 
     p: float
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Operation):
     """``y = factor x``."""
 
     factor: float
@@ -235,14 +203,14 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class ColumnScale:
+class ColumnScale(Operation):
     """``y = w x``, w a number for each column."""
 
     weight: str
 
 
 @dataclass(frozen=True)
-class Reorder:
+class Reorder(Operation):
     """The last dimension in blocks of ``size``, of which block i was number ``blocks[i]``."""
 
     blocks: tuple[int, ...]
@@ -250,12 +218,12 @@ class Reorder:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(Operation):
     """The first two dimensions exchanged."""
 
 
 @dataclass(frozen=True)
-class HeadNorm:
+class HeadNorm(Operation):
     """The root-mean-square norm of each query and each key head, with weights or without."""
 
     heads: Heads
@@ -266,7 +234,7 @@ class HeadNorm:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Operation):
     """Rotary positions of query and key heads, by tables that are inputs.
 
     Attributes:
@@ -309,7 +277,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Operation):
     """Scaled dot-product attention of packed heads.
 
     Attributes:
@@ -334,7 +302,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class CrossAttention:
+class CrossAttention(Operation):
     """Attention of queries, which it is given, to keys and values of another input.
 
     Attributes:
@@ -349,51 +317,24 @@ class CrossAttention:
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(Operation):
     """``y = x + f(x)``, f the operations of the branch."""
 
     branch: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
-class Parallel:
+class Parallel(Operation):
     """``y = f(x) + g(x) + ...``."""
 
     branches: tuple[tuple[Operation, ...], ...]
 
 
 @dataclass(frozen=True)
-class Times:
-    """``y = f(x) g(x)``, f as wide as g or of one column."""
+class Times(Operation):
+    """``y = f(x) g(x)``; all but the last may have one column."""
 
     branches: tuple[tuple[Operation, ...], ...]
-
-
-Operation = (
-    Linear
-    | LoRALinear
-    | Embedding
-    | Called
-    | MergedLinear
-    | Bias
-    | Norm
-    | Activation
-    | Gated
-    | Dropout
-    | Experts
-    | Scale
-    | ColumnScale
-    | Reorder
-    | Transpose
-    | Normalised
-    | HeadNorm
-    | Rotary
-    | Attention
-    | CrossAttention
-    | Residual
-    | Parallel
-    | Times
-)
 
 
 @dataclass(frozen=True)

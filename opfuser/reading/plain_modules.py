@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
-from .dataflow import map_leaves
+from .dataflow import tensors_in
 
 __all__ = ["Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
 
@@ -28,7 +28,7 @@ class Reorder(nn.Module):
         numbers = torch.arange(len(blocks))
         regular = len(blocks) % rows == 0 and numbers.view(rows, -1).T.flatten().tolist()
         self.rows = rows if regular == self.blocks else 0
-        """Of the table of blocks whose columns stand one behind another in the output."""
+        """The rows of a table of blocks whose columns follow one another in the output; or 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, copied in order."""
@@ -53,7 +53,7 @@ class ColumnScale(nn.Module):
 
 
 class Multiply(BasicOperation):
-    """The product with an extra input of the same shape, or of one column; both are saved."""
+    """The product with an extra input of the same shape or one column; both are saved."""
 
     num_extra_inputs: int = 1
 
@@ -116,7 +116,7 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What the experts of each row compute, weighted and summed."""
         rows = x.reshape(-1, x.shape[-1])
-        found = _tensors_in(self.router(rows if self.flat else x))
+        found = tensors_in(self.router(rows if self.flat else x))
         weights, indices = (found[n].reshape(len(rows), -1) for n in (self.weights, self.indices))
         y: Tensor = self.experts(rows, indices, weights)
         return y.view(x.shape)
@@ -143,7 +143,7 @@ class Child(nn.Module):
         """What the child returns."""
         y, shape = self.child(x), (*x.shape[:-1], self.features)
         if self.number is not None:
-            y = [*_tensors_in(y), *[None] * self.number][self.number]
+            y = [*tensors_in(y), *[None] * self.number][self.number]
             y = y.reshape(shape) if y is not None and y.numel() == math.prod(shape) else y
         if type(y) is not Tensor or y.shape != shape:
             got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
@@ -156,9 +156,3 @@ class Child(nn.Module):
                 )
             )
         return y
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found

@@ -23,14 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from .. import torch_internals as internals
 from .observed import Observed, attributes_of
 from .random_states import DRAWS, GENERATORS, numpy_state, state_of
-from .reads import MISSING, is_of_python, is_scalar
+from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .replaced_methods import replaced
 from .stand_ins import LayerIndex
 
 __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
-_STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
@@ -132,7 +131,7 @@ class Recording:
             value = original(module, name)
             if name == "__class__" or id(module) in self._created:
                 return value
-            if name in _STRUCTURE:
+            if name in SLOTS:
                 observed.container(value)
             elif frame(1).f_globals is not _FRAMEWORK:
                 observed.modules[id(module)] = module

@@ -63,13 +63,7 @@ def _is_polynomial(values: Values, v: Value) -> bool:
 
 
 def leaves_of(values: Values, v: Value, is_leaf: Callable[[Value], bool]) -> list[Value]:
-    """The values that a value is a polynomial of.
-
-    Args:
-        values: of the dataflow.
-        v: to begin with.
-        is_leaf: says where to stop at a value that could be followed further.
-    """
+    """The values that a value is a polynomial of; ``is_leaf`` says where else to stop."""
     return _leaves(v, lambda at: _is_polynomial(values, at) and not is_leaf(at))
 
 
@@ -111,11 +105,9 @@ def evaluate(value: Value, known: dict[Value, Tensor]) -> Tensor:
         raise KeptError(f"computes with {value.name}")
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, Value):
-            return evaluate(x, known)
-        return int(x) if type(x) is not int and is_number(x) and isinstance(x, int) else x
+        return evaluate(x, known) if isinstance(x, Value) else x
 
-    args, kwargs = map_leaves(leaf, node.args), map_leaves(leaf, node.kwargs)
+    args, kwargs = map_leaves(leaf, (node.args, node.kwargs))
     try:
         known.update(zip(node.results, _called(node, args, kwargs)))
     except (TypeError, RuntimeError, IndexError, ValueError) as error:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import functools
 import types
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from .reads import HOOKS, MISSING, Reads, contents, held_tensors, is_scalar, unchanged
+from .reads import (
+    CELL,
+    DEFAULTS,
+    HOOKS,
+    MISSING,
+    SLOTS,
+    Reads,
+    contents,
+    held_tensors,
+    is_scalar,
+    unchanged,
+)
 
-__all__ = ["sibling_reads"]
-
-_SLOTS = "__dict__", "_parameters", "_buffers", "_modules"
+__all__ = ["exchanged_reads", "sibling_reads"]
 
 
 def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
@@ -37,24 +46,31 @@ def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
         if type(m) is not type(theirs[path]):
             return None
         translation[id(m)] = theirs[path]
-        for slot in _SLOTS:
-            translation[id(getattr(m, slot))] = getattr(theirs[path], slot)
-        for name in HOOKS:
+        for name in ("__dict__", *SLOTS, *HOOKS):
             translation[id(getattr(m, name))] = getattr(theirs[path], name)
     made = _translated(reads, module, translation)
+    if made is None or not (made.current() and reads.current_but_parameters()):
+        return None
+    made.held = facts, tensors
+    return made
+
+
+def exchanged_reads(reads: Reads) -> Reads | None:
+    """What was read, with the parameters that are there now; None if more has changed.
+
+    What a forward computes does not depend on which parameters it finds, as long as they are of the
+    same kind and as many.
+    """
+    made = sibling_reads(replace(reads, free=frozenset()), reads.module)
     if made is not None:
-        made.held = facts, tensors
+        made.free = reads.free
     return made
 
 
 def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) -> Reads | None:
-    made = Reads(module, types=reads.types, counts=reads.counts, hooked=reads.hooked)
-    made.kinds, made.cells, made.free = reads.kinds, reads.cells, reads.free
-    made.classes, made.functions, made.defaults = reads.classes, reads.functions, reads.defaults
-    made.modules = [translation.get(id(m), m) for m in reads.modules]
-    made.hooks = [translation.get(id(hooks), hooks) for hooks in reads.hooks]
+    rows, containers = [], []
     looked_into = {id(holder) for holder, _ in reads.containers}
-    for holder, name, value in reads.rows():
+    for holder, name, value in reads.rows:
         other_holder = translation.get(id(holder), holder)
         other = other_holder.get(name, MISSING)
         if (id(holder), name) in reads.free:
@@ -62,9 +78,9 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
                 return None
         elif not _match(value, other, translation, looked_into):
             return None
-        made.add_row(other_holder, name, other)
+        rows.append((other_holder, name, other))
     # What both read, such as a variable of a function, is to be nothing of one of them.
-    common = *reads.kinds[2], *reads.cells[1], *reads.defaults[1]
+    common = *(kind[2] for kind in reads.kinds), *reads.facts[CELL][1], *reads.facts[DEFAULTS][1]
     if not all(_match(value, value, translation, looked_into) for value in common):
         return None
     for holder, inside in reads.containers:
@@ -72,13 +88,12 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
         there = contents(other)
         if not unchanged(there, [translation.get(id(part), part) for part in inside]):
             return None
-        made.containers.append((other, there))
-    for tensor in reads.pinned[0]:
-        other = translation.get(id(tensor), tensor)
-        if other is not tensor and not torch.equal(other, tensor):
-            return None
-        made.pin(other)
-    return made if made.current() and reads.current_but_parameters() else None
+        containers.append((other, there))
+    facts = {
+        get: ([translation.get(id(x), x) for x in about], answers)
+        for get, (about, answers) in reads.facts.items()
+    }
+    return replace(reads, module=module, rows=rows, facts=facts, containers=containers)
 
 
 def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set[int]) -> bool:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Size", "Sizes", "guard_of", "value_of"]
+__all__ = ["Size", "Sizes", "function_of", "plain"]
 
 
 class Shape(tuple[int, ...]):
@@ -61,7 +61,7 @@ class Sizes:
             self._derived.add(size)
 
     def varying(self, shape: Iterable[int]) -> list[int]:
-        """Those sizes in a shape that may differ, in order of their values."""
+        """The sizes in a shape that may differ, in order of their values."""
         return sorted(size for size in shape if size in self._number)
 
     def known(self, shape: Iterable[int]) -> bool:
@@ -79,14 +79,14 @@ class Sizes:
             self.fix_all()
 
     def fix(self, size: int) -> None:
-        """Has the trace hold for calls alone in which this size is the same."""
+        """Notes that the trace holds for calls alone in which this size is the same."""
         if isinstance(size, Size):
-            self.note(size.text and f"{size.text} == {_plain(size)}", True)
+            self.note(size.text and f"{size.text} == {plain(size)}", True)
         elif size in self._number:
             self.note(f"s[{self._number[size]}] == {size}", True)
 
     def fix_all(self) -> None:
-        """Has the trace hold for calls alone in which all sizes are the same."""
+        """Notes that the trace holds for calls alone in which all sizes are the same."""
         for size in self.values:
             self.fix(size)
 
@@ -96,20 +96,16 @@ class Sizes:
         return tuple(self._guards)
 
 
-def guard_of(guards: Iterable[str]) -> Callable[[tuple[int, ...]], bool]:
-    """A function that says whether sizes ``s`` meet all guards of a trace."""
-    return _compiled(" and ".join(guards) or "True")  # type: ignore[no-any-return]
-
-
-def value_of(text: str, sizes: tuple[int, ...]) -> int:
-    """The value of an expression of sizes that a :class:`Size` has."""
-    return _compiled(text)(sizes)  # type: ignore[no-any-return]
-
-
 @functools.cache
-def _compiled(text: str) -> Any:
+def function_of(text: str) -> Callable[[tuple[int, ...]], Any]:
+    """A function of the sizes ``s`` of a call that returns what an expression of them is."""
     # Of names, operators and integers that this file has written: nothing of a caller's.
-    return eval(f"lambda s: {text}")
+    return eval(f"lambda s: {text}")  # type: ignore[no-any-return]
+
+
+def plain(leaf: Any) -> Any:
+    """The integer of a size; other leaves are returned as they are."""
+    return int.__int__(leaf) if isinstance(leaf, Size) else leaf
 
 
 class Size(int):
@@ -144,7 +140,7 @@ def _arithmetic(symbol: str, function: Callable[[Any, Any], Any], reflected: boo
         left, right = (other, self) if reflected else (self, other)
         known = _text(left) and _text(right)
         text = f"({_text(left)} {symbol} {_text(right)})" if known else ""
-        return Size(function(_plain(left), _plain(right)), text, self.sizes)
+        return Size(function(plain(left), plain(right)), text, self.sizes)
 
     return method
 
@@ -153,7 +149,7 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
     def method(self: Size, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        outcome = function(int.__int__(self), _plain(other))
+        outcome = function(int.__int__(self), plain(other))
         if isinstance(other, Size) and self.text == other.text != "":
             return outcome
         right = _text(other) if isinstance(other, int) else repr(other)
@@ -166,18 +162,14 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
 
 
 def _fixing(name: str) -> Any:
-    plain = getattr(int, name)
+    function = getattr(int, name)
 
     def method(self: Size, *others: Any) -> Any:
         for size in (self, *others):
             self.sizes.fix(size)
-        return plain(_plain(self), *map(_plain, others))
+        return function(plain(self), *map(plain, others))
 
     return method
-
-
-def _plain(value: Any) -> Any:
-    return int.__int__(value) if isinstance(value, Size) else value
 
 
 for _name, _symbol, _function in (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .dataflow import map_leaves
+from .dataflow import Node, map_leaves
 
 __all__ = [
     "DRAWS",
@@ -72,14 +72,15 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{module}::{name}"
 
 
-def chosen_by_entries(op: str, args: Any, kwargs: Any) -> bool:
+def chosen_by_entries(node: Node) -> bool:
     """Whether a function returns the places of entries, of which there are as many as there are."""
-    return op in ("nonzero", "where") and len(args) == 1 and not kwargs
+    return node.op in ("nonzero", "where") and len(node.args) == 1 and not node.kwargs
 
 
-def computed(op: str, function: Any, args: Any, kwargs: Any) -> Any:
-    """What a function of torch returns for stand-ins."""
-    if chosen_by_entries(op, args, kwargs):  # the stand-ins are for those of all entries
+def computed(node: Node, args: Any, kwargs: Any) -> Any:
+    """What the function of a node returns for stand-ins."""
+    op, function = node.op, node.function
+    if chosen_by_entries(node):  # the stand-ins are for those of all entries
         places = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
         return places.mT if op == "nonzero" else places.unbind()
     if op == "__getitem__":  # where a number in a tensor selects, any number does
@@ -117,11 +118,12 @@ def device_answer(op: str, device: torch.device) -> Any:
     return op == f"is_{device.type}"
 
 
-def with_devices(op: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments in which a device that is named by a string is one."""
-    if op == "to":
-        args = tuple(_device(leaf) for leaf in args)
-    if kwargs.get("device") is not None:
+def with_devices(node: Node) -> tuple[Any, Any]:
+    """The arguments of a node, in which a device that is named by a string is one."""
+    args, kwargs = node.args, node.kwargs
+    if node.op == "to":
+        args = tuple(map(_device, args))
+    if "device" in kwargs:
         kwargs = {**kwargs, "device": _device(kwargs["device"])}
     return args, kwargs
 

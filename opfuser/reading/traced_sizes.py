@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from .dataflow import Value, map_leaves, values_in
-from .sizes import Size, Sizes
+from .dataflow import Node, Value, leaves_in, map_leaves, values_in
+from .sizes import Size, Sizes, plain
 
 __all__ = ["note_results", "note_sizes", "sizes_in"]
 
@@ -38,24 +37,25 @@ _CUTTING = {
 }
 
 
-def note_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> None:
+def note_sizes(node: Node, sizes: Sizes) -> None:
     """Notes in ``sizes`` what the results of a function tell of the sizes that may differ.
 
     Sizes that shape a result may differ, also in arithmetic; those that become entries of a tensor,
     or the number of its parts, may not. A literal that is equal to such a size may be meant as it
     is, so that the size may not differ.
     """
+    op, args = node.op, node.args
     if op == "__getitem__":
         _note_index(args, sizes)
         return
     if op in _CUTTING and isinstance(args[0], Value):
-        dim = _changed_dim(op, args, kwargs, len(args[0].shape))
+        dim = _changed_dim(node, len(args[0].shape))
         if dim is not None:
             sizes.fix(sizes.of(args[0].shape[dim]))
 
     filled = None  # an entry, unlike the sizes before it
     if op.endswith("full"):
-        filled = kwargs.get("fill_value", args[-1] if args else None)
+        filled = node.kwargs.get("fill_value", args[-1] if args else None)
 
     def note(leaf: Any) -> None:
         if isinstance(leaf, Size):
@@ -65,52 +65,36 @@ def note_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Si
             sizes.fix(leaf)
             sizes.constants.add(leaf)
 
-    map_leaves(note, (args, kwargs))
+    map_leaves(note, (args, node.kwargs))
 
 
-def note_results(
-    op: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    sized: set[int],
-    results: list[Tensor],
-    sizes: Sizes,
-) -> None:
-    """Notes in ``sizes`` which sizes of results are made from others.
-
-    Args:
-        op: the function.
-        args: its arguments.
-        kwargs: its keywords.
-        sized: sizes that may differ that were among them.
-        results: what it returned.
-        sizes: of the trace.
-    """
-    first = next(values_in((args, kwargs)), None)
-    if op not in _RESIZING or first is None:
+def note_results(node: Node, sized: set[int], results: list[Tensor], sizes: Sizes) -> None:
+    """Notes in ``sizes`` which sizes of results are made from others than those in ``sized``."""
+    values = values_in((node.args, node.kwargs))
+    if node.op not in _RESIZING or not values:
         return
-    before = first.shape
+    before = values[0].shape
     for result in results:
         after = tuple(map(int, result.shape))
-        if op in _VIEWS and sizes.varying(before) == sizes.varying(after):
+        if node.op in _VIEWS and sizes.varying(before) == sizes.varying(after):
             if sizes.known(before):  # and so is what is inferred
                 sizes.constants.update(set(after).difference(sizes.values))
             continue
-        changed = _changed_dim(op, args, kwargs, len(before))
+        changed = _changed_dim(node, len(before))
         for dim, size in enumerate(after):
             same = len(before) == len(after) and before[dim] == size
-            if dim == changed and sizes.constants.issuperset(_along(dim, args)):
+            if dim == changed and sizes.constants.issuperset(_along(dim, node.args)):
                 sizes.constants.add(size)
             elif not (same and dim != changed) and size not in sized:
                 sizes.derive(size)
 
 
-def _changed_dim(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> int | None:
+def _changed_dim(node: Node, rank: int) -> int | None:
     """The dimension that a function joins or cuts, counted from the first."""
-    position = 1 if "cat" in op else _CUTTING.get(op)
+    position = 1 if "cat" in node.op else _CUTTING.get(node.op)
     if position is None:
         return None
-    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+    dim = node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
     return dim % rank if isinstance(dim, int) and -rank <= dim < rank else None
 
 
@@ -119,16 +103,9 @@ def _along(dim: int, args: tuple[Any, ...]) -> list[int]:
     return [value.shape[dim] for value in values_in(args) if dim < len(value.shape)]
 
 
-def sizes_in(tree: Any) -> Iterator[int]:
+def sizes_in(tree: Any) -> set[int]:
     """The sizes that may differ among the leaves, as plain integers, unless they are derived."""
-    found: list[int] = []
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Size) and leaf.text.startswith("s["):
-            found.append(int.__int__(leaf))
-
-    map_leaves(note, tree)
-    return iter(found)
+    return {plain(size) for size in leaves_in(tree, Size) if size.text.startswith("s[")}
 
 
 def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:

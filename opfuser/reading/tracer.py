@@ -12,16 +12,16 @@ from torch import nn
 
 from ..torch_internals import GLOBAL_HOOKS, without_modes
 from ..tracing import transforms_active
-from .call_key import CallKey, call_key, constant_sizes
+from .call_key import CallKey, call_key
 from .captured_outputs import is_idle
 from .child_calls import recorded_calls
-from .dataflow import Dataflow, map_leaves
+from .dataflow import Dataflow, map_leaves, tensors_in
 from .kept import KeptError, NotNowError
 from .reads import Reads
 from .recording import is_tracing
-from .sizes import Sizes, guard_of, value_of
+from .sizes import Sizes, function_of
 from .stand_ins import Update, cached_length
-from .tracing_mode import TracingMode, tensors_in
+from .tracing_mode import TracingMode
 
 __all__ = ["Trace", "device_of", "trace"]
 
@@ -48,7 +48,7 @@ class Trace:
     updates: tuple[Update, ...]
 
     def __post_init__(self) -> None:
-        self._meets = guard_of(self.guards)
+        self._meets = function_of(" and ".join(self.guards) or "True")
 
     def takes(self, key: CallKey, module: nn.Module) -> bool:
         """Whether the sizes of a call with equal facts meet the guards.
@@ -58,14 +58,14 @@ class Trace:
             module: that is called, which is the one that was traced or its sibling.
         """
         if not self.updates:
-            return self._meets(key.sizes)
+            return bool(self._meets(key.sizes))
         sizes = list(key.sizes)
         for update in self.updates:
-            queries, layer = value_of(update.queries, key.sizes), update.layer
+            queries, layer = function_of(update.queries)(key.sizes), update.layer
             if update.holder is not None:
                 layer = module.get_submodule(update.holder).layer_idx  # type: ignore[assignment]
             sizes.append(cached_length(key.caches[update.cache], queries, layer))
-        return self._meets(tuple(sizes))
+        return bool(self._meets(tuple(sizes)))
 
 
 def trace(
@@ -99,9 +99,8 @@ def trace(
         raise NotNowError("is called under a transform of torch.func")
     if any(GLOBAL_HOOKS):
         raise NotNowError("is called while all modules have hooks")
-    constants = constant_sizes(module)
-    key = call_key(module, args, kwargs, constants)
-    sizes = Sizes(key.sizes, constants.union(key.constants))
+    key = call_key(module, args, kwargs)
+    sizes = Sizes(key.sizes, key.constants)
     mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)
     with ExitStack() as end, ExitStack() as modes:
         end.callback(mode.forget)

@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..torch_internals import FakeTensorMode
 from .call_key import is_dtensor, is_plain
-from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
+from .dataflow import Call, Dataflow, Node, Value, map_leaves, tensors_in, values_in
 from .kept import KeptError
 from .reads import is_scalar
 from .recording import Recording
-from .sizes import Size, Sizes
+from .sizes import Size, Sizes, plain
 from .stand_ins import CacheStandIn, LayerIndex, Update, cached_length, is_cache
 from .torch_functions import (
     DRAWS,
@@ -37,13 +37,15 @@ from .torch_functions import (
 from .traced_sizes import note_results, note_sizes, sizes_in
 from .turns import Turns
 
-__all__ = ["TracingMode", "tensors_in"]
+__all__ = ["TracingMode", "unrecorded"]
 
 _FUNCTIONAL = dict(vars(functional))
-
-
 # Loops over experts have as many turns as there are experts.
 _TURNS_AT_MOST = 1024
+
+
+def _nothing() -> None:
+    """Stands in nodes that call no function of torch."""
 
 
 class TracingMode(TorchFunctionMode):
@@ -71,7 +73,6 @@ class TracingMode(TorchFunctionMode):
         self.stand_ins: list[CacheStandIn] = []
         self.updates: list[Update] = []
         self.muted = 0  # how many calls of children that are one node are open
-        self.paused = False
         self.open_calls: list[Call] = []
         self.paths = {id(m): path for path, m in root.named_modules()}
         self.names: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
@@ -80,8 +81,6 @@ class TracingMode(TorchFunctionMode):
         for path, buffer in root.named_buffers():
             self.names.setdefault(id(buffer), ("buffer", path))
         self.values: dict[int, Value] = {}
-        self.counted: set[int] = set()  # values whose sizes depend on numbers in tensors
-        self.foreign: dict[int, str] = {}  # why a value may not be what it seems
         self.kept_alive: list[Any] = []  # so that no id occurs twice
 
     @property
@@ -141,7 +140,7 @@ class TracingMode(TorchFunctionMode):
         real = None if origin == "input" else t
         value = Value(origin, name, meta, real=real, requires_grad=t.requires_grad)
         if not (is_plain(t) or is_dtensor(t)):
-            self.foreign[id(value)] = f"computes with a {type(t).__name__}"
+            value.foreign = f"computes with a {type(t).__name__}"
         if origin != "input":
             self.sizes.constants.update(t.shape)
         self.kept_alive += [t, meta, value]
@@ -157,7 +156,7 @@ class TracingMode(TorchFunctionMode):
             return self.leaf(leaf, *named)
         value = self.leaf(leaf, "constant", f"constant {len(self.kept_alive)}")
         if id(leaf) not in self.recording.observed.tensors:  # what made it was not seen
-            self.foreign[id(value)] = "computes with a tensor of unknown origin"
+            value.foreign = "computes with a tensor of unknown origin"
         return value
 
     def stand_in(self, leaf: Any) -> Any:
@@ -172,8 +171,8 @@ class TracingMode(TorchFunctionMode):
 
     def result_leaf(self, leaf: Any) -> Any:
         value = self.value_of(leaf)
-        if isinstance(value, Value) and id(value) in self.foreign:
-            raise KeptError(f"{self.foreign[id(value)]}, which it returns")
+        if isinstance(value, Value) and value.foreign:
+            raise KeptError(f"{value.foreign}, which it returns")
         if not isinstance(value, (Value, CacheStandIn)) and not is_scalar(value):
             raise KeptError(f"returns a {type(value).__name__}")
         return value
@@ -183,8 +182,6 @@ class TracingMode(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if self.paused:
-            return function(*args, **(kwargs or {}))
         # What this does, and a function of torch inside, is no part of the forward.
         profile = sys.getprofile()
         sys.setprofile(None)
@@ -198,26 +195,27 @@ class TracingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
-        if op == "unbind" and args[1:] == (0,) and id(self.value_of(args[0])) in self.counted:
+        if op == "unbind" and args[1:] == (0,) and self.value_of(args[0]).counted:
             count = self.value_of(args[0]).shape[0]
             if count > _TURNS_AT_MOST:
                 self.keep(f"has a loop of up to {count} turns in '{self.place}'")
             return Turns(args[0], count, self.note_effect)
-        if op == "__bool__" and id(self.value_of(args[0])) in self.counted:
-            return self.decide(args[0])
+        if op == "__bool__" and self.value_of(args[0]).counted:
+            self.note_effect("decides by the numbers of entries", op, Tensor.__bool__, args)
+            return False
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
-        note_sizes(op, args, kwargs, self.sizes)
-        sized = {*sizes_in((args, kwargs))}
-        args, kwargs = map_leaves(_plain, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place)
-        operands, keywords = map_leaves(self.stand_in, with_devices(op, args, kwargs))
+        note_sizes(node, self.sizes)
+        sized = sizes_in((node.args, node.kwargs))
+        node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
+        operands, keywords = map_leaves(self.stand_in, with_devices(node))
         tensors = tensors_in((operands, keywords))
         versions = [t._version for t in tensors]
         try:
             # What makes tensors of none makes them on the device of the stand-ins.
             made_on = nullcontext() if tensors else self.stand_in_device
             with torch.no_grad(), self.fake, made_on:
-                result = computed(op, function, operands, keywords)
+                result = computed(node, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
         for space in (vars(functional), vars(torch)):  # whose functions others may replace
@@ -226,16 +224,9 @@ class TracingMode(TorchFunctionMode):
         if _FUNCTIONAL.get(op) is function is not vars(functional).get(op):
             self.note_effect(f"finds another torch.nn.functional.{op} than torch's")
         written = [t for t, version in zip(tensors, versions) if t._version != version]
-        note_results(op, args, kwargs, sized, tensors_in(result), self.sizes)
+        note_results(node, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)
         return result
-
-    def decide(self, t: Tensor) -> bool:
-        """The answer no, noted as an effect, to a question about the number of an entry."""
-        node = Node("__bool__", Tensor.__bool__, (self.value_of(t),), {}, self.place)
-        node.effect = "decides by the numbers of entries"
-        self.append(node, [])
-        return False
 
     def answer(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
         """The answer to a question about a tensor that does not depend on its entries."""
@@ -245,7 +236,7 @@ class TracingMode(TorchFunctionMode):
         graph = op in ("grad_fn", "is_leaf") or (op == "requires_grad" and value.origin != "input")
         if op in OF_STRIDES or graph:
             self.note_effect(f"asks for {op}")
-        if op in ("shape", "size", "numel", "nelement", "__len__") and id(value) in self.counted:
+        if op in ("shape", "size", "numel", "nelement", "__len__") and value.counted:
             self.note_effect("asks how many entries there are")
         if op == "requires_grad":
             return value.requires_grad
@@ -265,11 +256,11 @@ class TracingMode(TorchFunctionMode):
         if not in_place and results and all(any(t is o for o in operands) for t in results):
             return  # a cast to the same dtype, dropout in evaluation: nothing was computed
         results += [t for t in written if not any(t is r for r in results)]
-        values = list(values_in((node.args, node.kwargs)))
-        effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
+        values, chosen = values_in((node.args, node.kwargs)), chosen_by_entries(node)
+        effects = [v.foreign for v in values if v.foreign]
         if in_place:
             effects.append(f"writes in place by {op}")
-        elif chosen_by_entries(op, node.args, node.kwargs):
+        elif chosen:
             effects.append(f"returns the places of a number of entries by {op}")
             for t in results:
                 any(map(self.sizes.derive, t.shape))
@@ -287,30 +278,29 @@ class TracingMode(TorchFunctionMode):
             effects.append(f"computes {op} with autocast switched")
         node.effect = ", ".join(effects)
         self.append(node, results, enabled and differentiated and keeps_gradients(op))
-        self.count(node, values)
-
-    def count(self, node: Node, values: list[Value]) -> None:
-        """Notes which results have sizes that depend on numbers in tensors."""
-        others = {v.shape for v in values if id(v) not in self.counted}
-        chosen = chosen_by_entries(node.op, node.args, node.kwargs)
-        if chosen or any(id(v) in self.counted for v in values):
-            sized = (v for v in node.results if chosen or v.shape not in others)
-            self.counted.update(map(id, sized))
+        others = {v.shape for v in values if not v.counted}
+        counted = any(v.counted for v in values)
+        for v in node.results:
+            v.counted = chosen or (counted and v.shape not in others)
 
     def append(self, node: Node, results: list[Tensor], requires_grad: bool = False) -> None:
         number = len(self.dataflow.nodes)
         for index, tensor in enumerate(results):
             name = f"{node.op}#{number}.{index}"
             value = self.values[id(tensor)] = Value("node", name, tensor, node)
-            value.requires_grad = requires_grad and not _counts(tensor.dtype)
+            of_numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            value.requires_grad = requires_grad and of_numbers
             node.results.append(value)
             self.kept_alive.append(tensor)
         if not self.muted:
             self.dataflow.nodes.append(node)
 
-    def note_effect(self, text: str) -> None:
+    def note_effect(
+        self, text: str, op: str = "effect", function: Any = _nothing, args: Any = ()
+    ) -> None:
         """Adds a node for what the forward does besides calling functions of torch."""
-        self.append(Node("effect", _nothing, (), {}, self.place, effect=text), [])
+        operands = map_leaves(self.value_of, args)
+        self.append(Node(op, function, operands, {}, self.place, effect=text), [])
 
     def update(self, cache: Any, keys: Tensor, values: Tensor, index: Any) -> Any:
         """Records the update of a cache by the keys and values of a layer."""
@@ -318,7 +308,7 @@ class TracingMode(TorchFunctionMode):
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
-        with self.unrecorded():
+        with unrecorded():
             queries = given[0].shape[-2]
             length = cached_length(cache, queries, layer)
             shapes = ((*v.shape[:-2], length, v.shape[-1]) for v in given)
@@ -334,45 +324,14 @@ class TracingMode(TorchFunctionMode):
         self.append(node, list(results), requires_grad=True)
         return results
 
-    def versions(self, tensors: list[Tensor]) -> list[int]:
-        with self.unrecorded():
-            return [t._version for t in tensors]
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Functions of torch are called as they are, and what is read is not noted."""
-        profile, paused = sys.getprofile(), self.paused
-        sys.setprofile(None)
-        self.paused = True
-        try:
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Functions of torch are called as they are, and what is read is not noted."""
+    profile = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        with torch._C.DisableTorchFunction():
             yield
-        finally:
-            self.paused = paused
-            sys.setprofile(profile)
-
-    def renewed(self, leaf: Any) -> Any:
-        """Another stand-in for a result, as a hook may return another tensor than the forward."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        with self.unrecorded(), torch.no_grad():
-            return leaf.view_as(leaf)
-
-
-def _nothing() -> None:
-    """Stands in nodes that call no function of torch."""
-
-
-def _counts(dtype: torch.dtype) -> bool:
-    """Whether numbers of a dtype are integers, of which there are no gradients."""
-    return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _plain(leaf: Any) -> Any:
-    return int.__int__(leaf) if isinstance(leaf, int) and type(leaf) is not bool else leaf
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves, in order."""
-    found: list[Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found
+    finally:
+        sys.setprofile(profile)

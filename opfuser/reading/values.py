@@ -41,8 +41,8 @@ class Values:
         self._narrowest = self.dtypes[-1]
         wide = torch.promote_types(dtype, torch.float32)
         self.default_eps = torch.finfo(wide).eps
-        self._ancestors: dict[Value, int] = {}
-        self._numbers: dict[Value, int] = {}
+        self._nodes = [(values_in((n.args, n.kwargs)), n.results) for n in dataflow.nodes]
+        self._descendants = lru_cache(None)(self._find_descendants)
         self.term = lru_cache(None)(self._term)
 
     def passed(self, v: Value) -> tuple[Value, ...]:
@@ -104,21 +104,15 @@ class Values:
 
     def is_ancestor(self, of: Value, v: Value) -> bool:
         """Whether ``v`` was computed from ``of``, or is it."""
-        if not self._ancestors:
-            for node in self.dataflow.nodes:
-                inner = 0
-                for x in values_in((node.args, node.kwargs)):
-                    inner |= self._mask(x)
-                for result in node.results:
-                    self._ancestors[result] = self._mask(result) | inner
-        return bool(self._mask(v) & self._bit(of))
+        return v in self._descendants(of)
 
-    def _mask(self, v: Value) -> int:
-        """The ancestors of a value as bits of a number."""
-        return self._ancestors.get(v) or self._bit(v)
-
-    def _bit(self, v: Value) -> int:
-        return 1 << self._numbers.setdefault(v, len(self._numbers))
+    def _find_descendants(self, of: Value) -> set[Value]:
+        """What was computed from a value, and itself."""
+        found = {of}
+        for operands, results in self._nodes:
+            if not found.isdisjoint(operands):
+                found.update(results)
+        return found
 
 
 def _keeps_rows(v: Value, x: Value) -> bool:

@@ -191,6 +191,28 @@ def test_a_product_of_branches_of_which_one_may_have_one_column(wide: bool) -> N
     assert scale == Scale(-2.0)
 
 
+@pytest.mark.parametrize("gate", [lambda y: y, torch.tanh])
+def test_an_inverse_root_beside_two_factors_is_not_overlooked(gate: Any) -> None:
+    def divided(m: Computes, x: Tensor) -> Tensor:
+        return m.up(x) * gate(m.gate(x)) / ((x * x).mean(-1, keepdim=True) + 1.0).sqrt()
+
+    with pytest.raises(KeptError, match="computes div"):
+        read_of(example_of(divided))
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_column_of_an_input_scales_rows(flipped: bool) -> None:
+    def scaled(m: Computes, x: Tensor) -> Tensor:
+        pair = m.column(x).sigmoid(), m.up(x)
+        return 3 * pair[flipped] * pair[not flipped]
+
+    example = example_of(scaled)
+    example.module.column = nn.Linear(SIZE, 1).double()
+    times, _ = assert_recomputed(example).operations
+    assert isinstance(times, Times)
+    assert isinstance(times.branches[0][-1], Activation)
+
+
 def test_a_factor_a_bias_and_a_scale_of_columns_are_read() -> None:
     assert operations_of(lambda m, x: (x * 3 / 2 + m.b) * m.w) == (
         read.Scale(1.5),

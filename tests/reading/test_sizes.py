@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opfuser.reading.call_key import call_key, constant_sizes
+from opfuser.reading.call_key import call_key
 from opfuser.reading.dataflow import map_leaves
 from opfuser.reading.tracer import Trace, trace
 from tests.reading.modules import WIDTH, Computes
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 def accepts(found: Trace, *args: Any, **kwargs: Any) -> bool:
     """Whether a trace holds for another call of its module."""
     module = found.module
-    key = call_key(module, args, kwargs, constant_sizes(module))
+    key = call_key(module, args, kwargs)
     return key.facts == found.key.facts and found.takes(key, module)
 
 
@@ -229,6 +229,6 @@ def test_a_sibling_is_asked_for_its_own_length() -> None:
     x, rotary = llama_call()
     found = trace(layer, (x,), {"past_key_values": cache, **rotary})
     cache.update(torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4, 8), 0)
-    key = call_key(layer, (x,), {"past_key_values": cache, **rotary}, constant_sizes(layer))
+    key = call_key(layer, (x,), {"past_key_values": cache, **rotary})
     assert not found.takes(key, layer)
     assert found.takes(key, sibling)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opfuser.reading.call_key import call_key, constant_sizes
+from opfuser.reading.call_key import call_key, small_call
 from opfuser.reading.grammar import read
-from opfuser.reading.small_calls import small_call
 from opfuser.reading.tracer import trace
 
 from .families import layer_of
@@ -20,7 +19,7 @@ def test_a_small_call_is_read_as_a_large_one(family: str, attention: str) -> Non
     module, args, kwargs = layer_of(model, input_ids=torch.randint(3, 60, (6, 90)))
     small = trace(module, *small_call(module, args, kwargs))
     assert small.dataflow.inputs[0].shape == (5, 7, 32)
-    key = call_key(module, args, kwargs, constant_sizes(module))
+    key = call_key(module, args, kwargs)
     assert small.key.facts == key.facts
     assert small.takes(key, module)
     want = read(trace(module, args, kwargs).dataflow)

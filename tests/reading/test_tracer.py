@@ -542,7 +542,7 @@ def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None
     mine = trace(Starting(), (given(),), {})
     waiting.join()
     assert [op for op in ops(mine) if op != "effect"] == ["add"]  # effects are the variables
-    assert other not in mine.reads.modules
+    assert other not in mine.reads.facts[type][0]
     assert found[0].device.type == "cpu"
     assert found[1]
     assert ops(found[2]) == ["linear"]
