@@ -311,6 +311,7 @@ class Built:
             device="meta",
             single_grouped_weight=True,
             single_grouped_bias=True,
+            weight_transposed=op.transposed,
         )
         self.alias(made, "weight", op.weight)
         self.alias(made, "bias", op.bias)

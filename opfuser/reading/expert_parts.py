@@ -86,15 +86,14 @@ class Form:
         x, weight, transposed = found
         if len(weight.shape) != 3 or weight.origin != "parameter":
             return None
-        if transposed:
-            raise KeptError("has experts whose weights are stored as (in, out)")
-        count, out_features, in_features = weight.shape
+        count, *features = weight.shape
+        out_features, in_features = features[::-1] if transposed else features
         if bias is not None and bias.shape != (count, out_features):
             return None
         if any(t.meta.dtype not in self.values.dtypes for t in (weight, self.values.peel(v))):
             return None
         name = None if bias is None else bias.name
-        made = ExpertsLinear(weight.name, name, count, in_features, out_features)
+        made = ExpertsLinear(weight.name, name, count, in_features, out_features, transposed)
         return ExpertsLinearFound(made, x)
 
     def parameter(self, v: Any) -> Value | None:

@@ -333,8 +333,6 @@ class _Grammar:
         for term in terms:
             if all(self.values.is_ancestor(term, other) for other in terms):
                 stream = term
-        if stream is None:
-            raise KeptError(computed(v, "sums branches by"))
         others = [term for term in terms if term is not stream]
         whole = self.branches(others, stream, Parallel)
         if len(others) < len(terms):

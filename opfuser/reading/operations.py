@@ -182,13 +182,17 @@ class Gated:
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """``y = x W_e^T + b_e`` for rows of expert e; weights (count, out, in), biases (count, out)."""
+    """``y = x W_e^T + b_e`` for rows of expert e; biases (count, out).
+
+    Weights are (count, out, in), or with ``transposed`` (count, in, out).
+    """
 
     weight: str
     bias: str | None
     count: int
     in_features: int
     out_features: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
