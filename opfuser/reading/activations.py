@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .arguments import is_number
 from .dataflow import Value
-from .kept import KeptError
 from .operations import Activation
 from .products import Product
-from .replay import origin_of, source_of
-from .values import Values, computed
+from .replay import columns_of
+from .values import Values
 
 __all__ = ["ActivationFound", "ClampedPair", "activations_in", "clamped_pair", "halves_of"]
 
@@ -119,20 +119,12 @@ def clamped_pair(values: Values, gate: Value, up: Value) -> ClampedPair | None:
     return ClampedPair(gate, args[0], limit, offset)
 
 
-def halves_of(values: Values, gate: Value, up: Value) -> Value | None:
-    """The value whose halves are a gate and what it multiplies; None if they are of several."""
-    whole = source_of(values, gate)
-    if whole is None or whole is not source_of(values, up) or whole is gate:
+def halves_of(values: Values, gate: Value, up: Value) -> tuple[Value, Tensor] | None:
+    """(a value, its columns that gate and those that they multiply); None if of several."""
+    found, other = columns_of(values, gate), columns_of(values, up)
+    if found is None or other is None or found[0] is not other[0]:
         return None
-    size, width = gate.shape[-1], whole.shape[-1]
-    places = torch.arange(whole.meta.numel()).view(-1, width)
-    found = [origin_of(v, whole).view(-1, size) for v in (gate, up)]
-    halves = [places[:, :size], places[:, size:]]
-    if width == 2 * size and all(map(torch.equal, found, halves)):
-        return whole
-    if width == 2 * size and all(map(torch.equal, found, halves[::-1])):
-        raise KeptError("opfuser has no operation for gates in the second half of an input")
-    raise KeptError(computed(gate, "gates by columns in an unknown order, from"))
+    return found[0], torch.cat([found[1], other[1]])
 
 
 def polynomial_of(values: Values, v: Value) -> tuple[Value | None, dict[int, float]]:

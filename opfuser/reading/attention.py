@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,22 @@ from .arguments import is_number
 from .dataflow import Node, Value
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
-from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
+from .operations import (
+    Attention,
+    Beside,
+    HeadNorm,
+    Heads,
+    Mask,
+    Norm,
+    Operation,
+    Reorder,
+    Rotary,
+)
 from .products import product_of
 from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 
-__all__ = ["AttentionFound", "attention_of"]
+__all__ = ["AttentionFound", "attention_of", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class AttentionFound:
 
     Attributes:
         attention: of the packed heads.
-        steps: what orders, normalises and turns heads before.
+        steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
             memory.
         memory: the outputs of the projections of another input, which are keys and values.
@@ -94,13 +104,15 @@ def attention_of(
     u = heads_of(values, v_value, projected)
     if u.steps or u.scale != 1:
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
-    is_cross = q.x is not k.x and k.x is u.x
+    is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
     if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
         raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
     if q.tokens != k.tokens and not is_cross:
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    queries, keys = [(q.source, q.columns)], [(f.source, _distinct(f)) for f in (k, u)]
-    heads = _sizes_of(*(columns for _, columns in (*queries, *keys)))
+    if update is not None and q.order:
+        raise KeptError(computed(core.k, "turns the last entries of keys that it caches by"))
+    queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
+    heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
     masks = _masks_of(values, core.masks)
     if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
         # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
@@ -117,12 +129,11 @@ def attention_of(
     )
     memory: _Packed = ((), ())
     if not is_cross:
-        sources, steps = _packed(heads, [*queries, *keys])
-        steps = *steps, *_steps(q, k, heads)
+        sources, steps = _packed([*queries, *keys], _steps(q, k, heads), heads)
     elif core.causal or update is not None or q.steps or k.steps:
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
-        (sources, steps), memory = _packed(heads, queries), _packed(heads, keys)
+        (sources, steps), memory = _packed(queries), _packed(keys)
     return AttentionFound(attention, steps, sources, *memory, q.tokens, once)
 
 
@@ -298,26 +309,38 @@ def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
 
 
 _Packed = tuple[tuple[Value, ...], tuple[Operation, ...]]
-"""Projections, and what orders the columns of all of them if they are not."""
+"""Projections, and what is done to the columns of all of them."""
 
 
-def _packed(heads: Heads, parts: list[tuple[Value, Tensor]]) -> _Packed:
-    """What makes heads of several parts, one behind another: (projection, columns of heads)."""
-    sources = tuple(dict.fromkeys(source for source, _ in parts))
-    starts, total = {}, 0
-    for source in sources:
-        starts[source] = total
-        total += source.shape[-1]
-    order = torch.cat([columns.flatten() + starts[source] for source, columns in parts])
-    if not torch.equal(order.sort().values, torch.arange(total)):
-        raise KeptError("attends to a part of what its projections return")
+def _packed(
+    parts: list[HeadsFound], steps: Sequence[Operation] = (), heads: Heads | None = None
+) -> _Packed:
+    """What makes heads of several parts, one behind another, and what follows.
+
+    Args:
+        parts: queries, keys and values, or some of them.
+        steps: what is done to queries and keys.
+        heads: of all, where there are steps.
+    """
+    sources = tuple(dict.fromkeys(source for part in parts for source in part.sources))
+    widths = [source.shape[-1] for source in sources]
+    places = dict(zip(sources, torch.arange(sum(widths)).split(widths)))
+    orders = [torch.cat([places[s] for s in p.sources])[p.columns].flatten() for p in parts]
+    if not steps or heads is None or heads.size == heads.value_size:
+        return sources, (*gathered(torch.cat(orders), sum(widths)), *steps)
+    # Nothing turns queries and keys beside values of another size.
+    *turning, rest = orders
+    turned = *gathered(torch.cat(turning), sum(widths)), *steps
+    return sources, (Beside((turned, gathered(rest, sum(widths)))),)
+
+
+def gathered(order: Tensor, total: int) -> tuple[Operation, ...]:
+    """What takes columns of so many, in an order, in the largest blocks that there are."""
     if torch.equal(order, torch.arange(total)):
-        return sources, ()
-    size = math.gcd(heads.size, heads.value_size)
-    numbers = order[::size] // size
-    if not torch.equal(order.view(-1, size), numbers[:, None] * size + torch.arange(size)):
-        raise KeptError("has the entries of its heads in an unknown order")
-    return sources, (Reorder(tuple(numbers.tolist()), size),)
+        return ()
+    starts = [0, *((order.diff() != 1).nonzero().flatten() + 1).tolist()]
+    size = math.gcd(total, len(order), *starts, *order[starts].tolist())
+    return (Reorder(tuple((order[::size] // size).tolist()), size, total // size),)
 
 
 def _distinct(found: HeadsFound) -> Tensor:
@@ -332,11 +355,13 @@ def _distinct(found: HeadsFound) -> Tensor:
 def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
     """Norms and rotations of queries and keys, which have to be alike."""
     out: list[Operation] = []
+    if heads.size != heads.value_size:  # then they are without values
+        heads = Heads(heads.queries + heads.keys, 0, heads.size, heads.size)
     if len(q.steps) != len(k.steps):
         raise KeptError("normalises or turns queries and keys differently")
     for ours, theirs in zip(q.steps, k.steps):
         if isinstance(ours, Turn) and ours == theirs:
-            out.append(Rotary(heads, *ours))
+            out.append(Rotary(heads, *ours[:-1]))
         elif isinstance(ours, Norm) and isinstance(theirs, Norm):
             out.append(_head_norm(ours, theirs, heads))
         else:
@@ -345,6 +370,8 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 
 
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
+    if not heads.keys:
+        raise KeptError("opfuser has no operation for norms of heads beside values of another size")
     alike = replace(q, weight=None) == replace(k, weight=None)
     if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
         raise KeptError("opfuser has no operation for such norms of queries and keys")

@@ -20,7 +20,16 @@ from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, RowScale, Transpose
+from .plain_modules import (
+    Child,
+    ColumnScale,
+    Concatenate,
+    Multiply,
+    Reorder,
+    Routed,
+    RowScale,
+    Transpose,
+)
 from .reads import is_hooked
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
@@ -324,11 +333,11 @@ class Built:
         return [basic.ConstantScale(op.factor)]
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
-        sizes = _sizes_of(op.heads, "norms of heads")
-        zero_centred = op.zero_centred_weight
+        heads, zero_centred = op.heads, op.zero_centred_weight
         made = basic.QKNorm(
-            *sizes[:2],
-            num_kv_heads=sizes[2],
+            heads.queries,
+            heads.size,
+            num_kv_heads=heads.keys,
             eps=op.eps,
             zero_centered_gamma=zero_centred,
             device="meta",
@@ -338,9 +347,14 @@ class Built:
         return [made]
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:
-        sizes = _sizes_of(op.heads, "rotary positions")
-        turning: dict[str, Any] = {"rotary_dim": op.size, "interleaved": op.interleaved}
-        made = basic.RotaryEmbedding(*sizes[:2], num_kv_heads=sizes[2], **turning)
+        heads = op.heads
+        made = basic.RotaryEmbedding(
+            heads.queries,
+            heads.size,
+            num_kv_heads=heads.keys,
+            rotary_dim=op.size,
+            interleaved=op.interleaved,
+        )
         self.arguments.append(Argument(made, "tables", partial(_tables, op)))
         return [made]
 
@@ -381,27 +395,35 @@ class Built:
         return [RowScale(*(Sequential(*self._all(ops)) for ops in (op.scale, op.branch)))]
 
     def parallel(
-        self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
+        self,
+        op: read.Parallel | read.Times | read.Beside,
+        join: type[nn.Module] = basic.AddExtraInput,
     ) -> list[nn.Module]:
-        """Each branch but the last is set aside, and the next begins with the input again."""
+        """Each branch but the last is set aside, and the next begins with the input again.
+
+        The last but one joins the last, then the one before joins both.
+        """
         ops: list[nn.Module] = []
         joins: list[nn.Module] = []
-        for branch in op.branches[:-1]:
-            start, aside = PrivateChannel("input"), PrivateChannel("branch")
+        for n, branch in enumerate(op.branches[:-1]):
+            start, aside = PrivateChannel(f"input{n}"), PrivateChannel(f"branch{n}")
             make, swap, joined = basic.MakeExtraOutput(), basic.SwapExtra(), join()
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
             swap.set_extra_output_channel(0, aside, output_to_caller=False)
             joined.set_extra_input_channel(0, aside)  # type: ignore[operator]
             ops += [make, *self._all(branch), swap]
-            joins.append(joined)
+            joins.insert(0, joined)
         return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
+
+    def beside(self, op: read.Beside) -> list[nn.Module]:
+        return self.parallel(op, Concatenate)
 
     def times(self, op: read.Times) -> list[nn.Module]:
         return self.parallel(op, Multiply)
 
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
-        return [Reorder(op.blocks, op.size)]
+        return [Reorder(op.blocks, op.size, op.count)]
 
     def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
         made = ColumnScale()
@@ -411,13 +433,11 @@ class Built:
     def transpose(self, op: read.Transpose) -> list[nn.Module]:
         return [Transpose()]
 
-    def normalised(self, op: read.Normalised) -> list[nn.Module]:
-        return [*self._modules(op.linear), *self.norm(op.norm)]
-
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Activation: Built.activation,
     read.Attention: Built.attention,
+    read.Beside: Built.beside,
     read.Bias: Built.bias,
     read.Called: Built.called,
     read.ColumnScale: Built.column_scale,
@@ -431,7 +451,6 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.LoRALinear: Built.lora,
     read.MergedLinear: Built.merged,
     read.Norm: Built.norm,
-    read.Normalised: Built.normalised,
     read.Parallel: Built.parallel,
     read.Reorder: Built.reorder,
     read.Residual: Built.residual,
@@ -482,13 +501,6 @@ def _has_adapters(
         and all(isinstance(p, read.Linear) for p in linears)
         and len({getattr(p, "transposed", None) for p in linears}) == 1
     )
-
-
-def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:
-    """Numbers of query heads, of entries of a head, and of key heads."""
-    if heads.value_size != heads.size:
-        raise KeptError(f"opfuser has no operation for {what} beside values of another size")
-    return heads.queries, heads.size, heads.keys
 
 
 def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:

@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import AttentionFound, attention_of
+from .attention import AttentionFound, attention_of, gathered
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .experts import experts_of
 from .in_place import settle_writes
@@ -21,6 +21,7 @@ from .kept import KeptError
 from .norms import norm_of
 from .operations import (
     Activation,
+    Beside,
     Bias,
     Called,
     ColumnScale,
@@ -32,7 +33,6 @@ from .operations import (
     LoRALinear,
     MergedLinear,
     Norm,
-    Normalised,
     Operation,
     Parallel,
     Projection,
@@ -44,7 +44,7 @@ from .operations import (
 )
 from .products import product_of
 from .projections import calls_returning, linear_of, vector_of
-from .replay import is_layout, undisturbed
+from .replay import columns_of, is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
 from .values import Values, computed, located
@@ -90,8 +90,6 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
 
-# What rounds its input to the dtype of autocast.
-_LINEAR = Linear, LoRALinear, MergedLinear, Normalised
 _Rule = Callable[[Value, "Value | None"], "Step | None"]
 
 
@@ -110,6 +108,7 @@ class _Grammar:
             self.torch_attention,
             self.experts,
             self.attention,
+            self.columns,
         )
 
     def chain(self, v: Value, base: Value | None, *, is_rounded: bool = False) -> Step:
@@ -140,7 +139,7 @@ class _Grammar:
             step = self.step(end, base)._replace(path=(end,))
             if step.operations:
                 self.check_rounding(step.operations[-1], v, is_rounded)
-                is_rounded = isinstance(step.operations[0], _LINEAR)
+                is_rounded = _rounds(step.operations[0])
             return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(self.values.passed(v), why.reason):
@@ -222,7 +221,7 @@ class _Grammar:
                 return Step((found.activation, *_scaled(found.rest.factor)), found.x)
             if len(found.rest.values) == 1 and found.x.shape == found.rest.values[0].shape:
                 try:
-                    return self.gated(found)
+                    return self.gated(found, base)
                 except KeptError as why:
                     reason = reason or why
         if len(product.values) == 2 and all(x.shape == v.shape for x in product.values):
@@ -245,7 +244,7 @@ class _Grammar:
         made = tuple(ColumnScale(scale.name) for scale in scales)
         return Step((*made, *_scaled(product.factor)), streams[0])
 
-    def gated(self, found: ActivationFound) -> Step:
+    def gated(self, found: ActivationFound, base: Value | None) -> Step:
         """An activation's result times something else."""
         gate, up = found.x, found.rest.values[0]
         operation = Gated(found.activation)
@@ -254,30 +253,14 @@ class _Grammar:
             gate, up, limit, offset = clamped
             operation = Gated(found.activation, limit, offset)
         after = (operation, *_scaled(found.rest.factor))
-        whole = halves_of(self.values, gate, up)
-        if whole is not None:
-            return Step(after, whole)
-        merged = self.merged((gate, up), "a gate or what it multiplies,")
+        halves = halves_of(self.values, gate, up)
+        if halves is not None:
+            whole, order = halves
+            return Step((*gathered(order, whole.shape[-1]), *after), whole)
+        merged = self.merged((gate, up), base)
+        if not isinstance(merged.operations[0], MergedLinear):
+            raise KeptError(computed(up, "gates or multiplies no linear function by"))
         return merged.followed_by(Step(after, merged.source))
-
-    def projection(self, v: Value) -> Step:
-        """A linear function, or a child that is called in its place.
-
-        Raises:
-            KeptError: it is neither.
-        """
-        found = linear_of(self.values, v)
-        if found is not None:
-            return Step((found.linear,), found.x, once=found.once)
-        norm = norm_of(self.values, v, None)
-        if norm is not None and norm.factor == 1:
-            found = linear_of(self.values, norm.x)
-            if found is not None and norm.norm.shape == (found.linear.out_features,):
-                return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
-        called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
-        if called:
-            return called[0]
-        raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
 
     def projected(self, v: Value) -> Value | None:
         """The input of a projection, of what it returns; None for other values."""
@@ -292,19 +275,32 @@ class _Grammar:
         x, found = self.projected(v), next(calls_returning(self.values, [v]), None)
         return x if x is not None or found is None else self.values.peel(found.x)
 
-    def merged(self, outputs: Sequence[Value], what: str) -> Step:
-        """Projections of one input, side by side."""
-        steps = [self.projection(v) for v in outputs]
-        first, *others = [self.values.peel(step.source) for step in steps]
-        if any(x is not first for x in others):
-            raise KeptError(f"{computed(self.values.peel(outputs[-1]))}, {what} of another input")
-        once = tuple(thing for step in steps for thing in step.once)
-        if not others:
-            return steps[0]
-        projections = tuple(
-            op for step in steps for op in step.operations if isinstance(op, Projection)
-        )
-        return Step((MergedLinear(projections),), steps[0].source, once=once)
+    def merged(self, outputs: Sequence[Value], base: Value | None) -> Step:
+        """Values that are computed of one, side by side."""
+        if len(outputs) == 1:
+            return Step((), outputs[0])
+        if len(set(outputs)) < len(outputs):
+            raise KeptError(computed(outputs[-1], "joins twice what it makes by"))
+        chains = [self.chain(v, base, is_rounded=True) for v in outputs]
+        shared = self.shared(chains, outputs)
+        groups: dict[Value, list[Value]] = {}
+        for v, chain in zip(outputs, chains):
+            place = chain.path.index(shared)
+            groups.setdefault(chain.path[place - 1] if place else v, []).append(v)
+        if [v for group in groups.values() for v in group] != list(outputs):
+            raise KeptError(
+                computed(outputs[-1], "joins branches in an unknown order, one made by")
+            )
+        steps = []
+        for group in groups.values():
+            inner = self.merged(group, shared)
+            steps.append(self.chain(inner.source, shared, is_rounded=True).followed_by(inner))
+        whole = Step((), shared).followed_by(*steps)
+        projections = tuple(op for op in whole.operations if isinstance(op, Projection))
+        joined: Operation = Beside(tuple(step.operations for step in steps))
+        if all(len(step.operations) == 1 for step in steps) and len(projections) == len(steps):
+            joined = MergedLinear(projections)
+        return whole._replace(operations=(joined,), path=())
 
     def sum(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
@@ -346,14 +342,23 @@ class _Grammar:
         joined: Callable[[tuple[tuple[Operation, ...], ...]], Operation],
     ) -> Step:
         """Values that are computed of one, joined by an operation."""
-        paths = [self.chain(end, base).path for end in ends]
-        shared = next((v for v in paths[0] if all(v in path for path in paths)), None)
-        if shared is None:
-            raise KeptError(computed(ends[0], "joins branches of several inputs, one made by"))
+        shared = self.shared([self.chain(end, base) for end in ends], ends)
         branches = [self.chain(end, shared) for end in ends]
         step = self.chain(shared, base)
         operations = (*step.operations, joined(tuple(b.operations for b in branches)))
         return step.followed_by(*branches)._replace(operations=operations, path=())
+
+    def shared(self, chains: Sequence[Step], ends: Sequence[Value]) -> Value:
+        """The last value that all of these are computed of.
+
+        Raises:
+            KeptError: there is none.
+        """
+        paths = [chain.path for chain in chains]
+        for v in paths[0]:
+            if all(v in path for path in paths):
+                return v
+        raise KeptError(computed(ends[-1], "joins branches of several inputs, one made by"))
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""
@@ -395,11 +400,19 @@ class _Grammar:
             raise why from None
         return self.attended(found, base)
 
+    def columns(self, v: Value, base: Value | None) -> Step | None:
+        """Some of the columns of rows."""
+        found = columns_of(self.values, v)
+        if found is None or found[0].shape[:-1] != v.shape[:-1]:
+            return None
+        source, columns = found
+        return Step(gathered(columns, source.shape[-1]), source)
+
     def attended(self, found: AttentionFound | None, base: Value | None) -> Step | None:
         """Attention, after the projections of what it attends to."""
         if found is None:
             return None
-        step = self.merged(found.sources, "queries, keys or values")
+        step = self.merged(found.sources, base)
         attend: Operation = found.attention
         once: tuple[Node | Call, ...] = found.once
         if found.memory:
@@ -416,7 +429,7 @@ class _Grammar:
         Raises:
             KeptError: they are made of the stream too, or something is not explained.
         """
-        merged = self.merged(found.memory, "keys or values")
+        merged = self.merged(found.memory, None)
         if base is not None and self.values.is_ancestor(base, merged.source):
             raise KeptError(computed(self.values.peel(merged.source), "attends to keys of"))
         before = self.chain(merged.source, None, is_rounded=True)
@@ -430,6 +443,13 @@ def _drawn(v: Value) -> tuple[Node, ...]:
     """The node of a value that depends on random numbers."""
     assert v.node is not None
     return (v.node,)
+
+
+def _rounds(operation: Operation) -> bool:
+    """Whether it rounds its input to the dtype of autocast."""
+    if isinstance(operation, Beside):
+        return all(branch and _rounds(branch[0]) for branch in operation.branches)
+    return isinstance(operation, (Linear, LoRALinear, MergedLinear))
 
 
 def _scaled(factor: float) -> tuple[Operation, ...]:

@@ -8,6 +8,7 @@ __all__ = [
     "Activation",
     "Adapter",
     "Attention",
+    "Beside",
     "Bias",
     "Called",
     "ColumnScale",
@@ -24,7 +25,6 @@ __all__ = [
     "Mask",
     "MergedLinear",
     "Norm",
-    "Normalised",
     "Operation",
     "Parallel",
     "Projection",
@@ -123,25 +123,7 @@ class Norm:
     zero_centred_weight: bool = False
 
 
-@dataclass(frozen=True)
-class Normalised:
-    """A linear function, and a norm of all that it returns."""
-
-    linear: Linear | LoRALinear
-    norm: Norm
-
-    @property
-    def in_features(self) -> int:
-        """The last dimension of the input."""
-        return self.linear.in_features
-
-    @property
-    def out_features(self) -> int:
-        """The last dimension of the output."""
-        return self.linear.out_features
-
-
-Projection = Linear | LoRALinear | Called | Normalised
+Projection = Linear | LoRALinear | Called
 
 
 @dataclass(frozen=True)
@@ -248,10 +230,14 @@ class ColumnScale:
 
 @dataclass(frozen=True)
 class Reorder:
-    """The last dimension in blocks of ``size``, of which block i was number ``blocks[i]``."""
+    """Blocks of the last dimension, each of ``size``: block i was number ``blocks[i]`` of so many.
+
+    Some may be left out, and some be there several times.
+    """
 
     blocks: tuple[int, ...]
     size: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -376,6 +362,13 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """``y = [f(x), g(x), ...]``, side by side in the last dimension."""
+
+    branches: tuple[tuple[Operation, ...], ...]
+
+
+@dataclass(frozen=True)
 class Times:
     """``y = f(x) g(x)``."""
 
@@ -398,7 +391,6 @@ Operation = (
     | ColumnScale
     | Reorder
     | Transpose
-    | Normalised
     | HeadNorm
     | Rotary
     | Attention
@@ -406,6 +398,7 @@ Operation = (
     | Residual
     | RowScale
     | Parallel
+    | Beside
     | Times
 )
 

@@ -7,36 +7,110 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
+from ..tracing import stands_in
 from .dataflow import map_leaves
 
-__all__ = ["Child", "ColumnScale", "Multiply", "Reorder", "Routed", "RowScale", "Transpose"]
+__all__ = [
+    "Child",
+    "ColumnScale",
+    "Concatenate",
+    "Multiply",
+    "Reorder",
+    "Routed",
+    "RowScale",
+    "Transpose",
+]
 
 
 class Reorder(nn.Module):
-    """Blocks of the last dimension in another order."""
+    """Blocks of the last dimension in another order, some of them left out or repeated.
 
-    def __init__(self, blocks: tuple[int, ...], size: int) -> None:
+    Args:
+        blocks: the number of each block in the input.
+        size: of a block.
+        count: of the blocks of the input.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], size: int, count: int) -> None:
         super().__init__()
-        self.size = size
-        self.blocks = list(blocks)
-        rows = blocks.index(1) if 1 in blocks else len(blocks)
-        numbers = torch.arange(len(blocks))
-        regular = len(blocks) % rows == 0 and numbers.view(rows, -1).T.flatten().tolist()
-        self.rows = rows if regular == self.blocks else 0
+        self.blocks, self.size, self.count = blocks, size, count
+        rows = max(1, blocks.index(1) if 1 in blocks else count)
+        regular = count % rows == 0 and torch.arange(count).view(rows, -1).T.flatten().tolist()
+        self.rows = rows if regular == [*blocks] else 0
         """Of the table of blocks whose columns stand one behind another in the output."""
+        self._indices: dict[torch.device, _Indices] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, copied in order."""
         if self.rows:
             table: Tensor = x.unflatten(-1, (self.rows, -1, self.size))
             return table.transpose(-3, -2).flatten(-3)
-        whole: Tensor = x.unflatten(-1, (-1, self.size))
-        return whole[..., self.blocks, :].flatten(-2)
+        first, end = self.blocks[0], self.blocks[-1] + 1
+        if self.blocks == tuple(range(first, end)):
+            return x[..., first * self.size : end * self.size]
+        take: Any = _Taken.apply
+        y: Tensor = take(x.unflatten(-1, (self.count, self.size)), self._indices_on(x))
+        return y.flatten(-2)
+
+    def _indices_on(self, x: Tensor) -> _Indices:
+        if stands_in(x):
+            return _indices_of(self.blocks, x.device)
+        if x.device not in self._indices:
+            self._indices[x.device] = _indices_of(self.blocks, x.device)
+        return self._indices[x.device]
+
+
+class _Indices(NamedTuple):
+    """Which blocks are taken, and where those are that are taken so many times."""
+
+    taken: Tensor
+    places: dict[int, tuple[Tensor, Tensor]]
+
+
+def _indices_of(blocks: tuple[int, ...], device: torch.device) -> _Indices:
+    places: dict[int, list[int]] = {}
+    for place, block in enumerate(blocks):
+        places.setdefault(block, []).append(place)
+    alike: dict[int, dict[int, list[int]]] = {}
+    for block, where in places.items():
+        alike.setdefault(len(where), {})[block] = where
+    by_number = {
+        number: (
+            torch.tensor([*found], device=device),
+            torch.tensor([*found.values()], device=device).flatten(),
+        )
+        for number, found in alike.items()
+    }
+    return _Indices(torch.tensor(blocks, device=device), by_number)
+
+
+class _Taken(torch.autograd.Function):
+    """Blocks of the last dimension but one.
+
+    The gradients of a block that is taken several times are summed at once, not one by one in the
+    dtype of the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: _Indices) -> Tensor:
+        ctx.shape, ctx.places = x.shape, indices.places
+        return x.index_select(-2, indices.taken)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx = dy.new_zeros(ctx.shape)
+        for number, (blocks, places) in ctx.places.items():
+            part = dy.index_select(-2, places)
+            part = part.unflatten(-2, (-1, number)).sum(-2) if number > 1 else part
+            dx.index_copy_(-2, blocks, part)
+        return dx, None
 
 
 class ColumnScale(nn.Module):
@@ -86,6 +160,38 @@ class Multiply(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return input_ * extra_inputs[0]
+
+
+class Concatenate(BasicOperation):
+    """An extra input and the input, side by side in the last dimension."""
+
+    num_extra_inputs: int = 1
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return torch.promote_types(dtypes.input, dtypes.extra_inputs[0])
+
+    def fuser_forward(
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        extra, ctx = given["basic_op_extra_inputs"][0][0], basic_op_ctxs[0]
+        assert extra is not None
+        ctx.first, ctx.dtypes = extra.shape[-1], (extra.dtype, input_.dtype)
+        return torch.cat([extra, input_], -1), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Contexts,
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
+        ctx = basic_op_ctxs[0]
+        parts = grad_output.tensor_split([ctx.first], -1)
+        dextra, dx = (part.to(dtype) for part, dtype in zip(parts, ctx.dtypes))
+        return dx, [()], [(dextra,)]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return torch.cat([extra_inputs[0], input_], -1)
 
 
 class Transpose(nn.Module):

@@ -156,6 +156,16 @@ def test_gates_are_read_of_two_projections_and_of_one() -> None:
         lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (1, 0)))
     )
     assert gated == Gated(Activation("relu"))
+    _, reorder, gated = operations_of(
+        lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (0, 1)))
+    )
+    assert (reorder.blocks, gated) == ((1, 0), Gated(Activation("relu")))
+    _, reorder, gated = operations_of(
+        lambda m, x: torch.mul(
+            *map(_activated, m.wide(x).unflatten(-1, (-1, 2)).unbind(-1), (1, 0))
+        )
+    )
+    assert (reorder.size, gated) == (1, Gated(Activation("relu")))
     _, gated = operations_of(
         lambda m, x: F.silu(m.gate(x).clamp(max=0.25)) * (m.up(x).clamp(-0.25, 0.25) + 1)
     )
@@ -240,10 +250,6 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "reads the result of dropout, or of a child that is called, twice",
     ),
     "a broadcast sum": (lambda m, x: m.up(x) + m.up(x[:1]), "broadcasts by add"),
-    "gates in the second half": (
-        lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (0, 1))),
-        "opfuser has no operation for gates in the second half",
-    ),
     "gates by GELU": (
         lambda m, x: F.gelu(m.gate(x)) * m.up(x),
         "opfuser has no operation that gates by gelu",
