@@ -281,6 +281,9 @@ class _Grammar:
             return Step((), outputs[0])
         if len(set(outputs)) < len(outputs):
             raise KeptError(computed(outputs[-1], "joins twice what it makes by"))
+        # Of sums with adapters it is asked whether they are rounded.
+        linear = [self.values.peel(v) for v in outputs if linear_of(self.values, v) is not None]
+        self.rounded.update(linear)
         chains = [self.chain(v, base, is_rounded=True) for v in outputs]
         shared = self.shared(chains, outputs)
         groups: dict[Value, list[Value]] = {}

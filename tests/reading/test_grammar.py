@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,15 @@ def test_an_activation_is_read_however_it_is_written(name: str) -> None:
     function, activation = ACTIVATIONS[name]
     operations = assert_recomputed(example_of(lambda m, x: function(x)), 1e-8).operations
     assert operations == (activation,)
+
+
+def test_an_activation_of_a_sum_with_an_adapter_is_read() -> None:
+    def written(m: Any, x: Tensor) -> Tensor:
+        y = m.up(x) + 0.5 * F.linear(F.linear(x, m.down.weight), m.gate.weight)
+        return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+    *_, activation = operations_of(written)
+    assert activation == Activation("gelu by tanh")
 
 
 def test_gates_are_read_of_two_projections_and_of_one() -> None:
