@@ -82,8 +82,8 @@ def _with_argument(values: Values, factor: Value, rest: Product) -> Iterator[Act
         if found is None or after is None or set(found) != set(expected):
             continue
         if all(math.isclose(found[n], c, rel_tol=digits) for n, c in expected.items()):
-            factor = after.factor if op == "sigmoid" else 2 * after.factor
-            yield ActivationFound(Activation(name), x, Product(factor, after.values))
+            scaled = after.times(Product(1.0 if op == "sigmoid" else 2.0))
+            yield ActivationFound(Activation(name), x, scaled)
 
 
 class ClampedPair(NamedTuple):
@@ -126,8 +126,8 @@ _Polynomial = dict[int, float]
 """Coefficients by power."""
 
 
-def polynomial_of(values: Values, v: object, x: Value) -> _Polynomial | None:
-    """The polynomial of ``x`` that a value is; None if it is none."""
+def polynomial_of(values: Values, v: object, x: Value, depth: int = 8) -> _Polynomial | None:
+    """The polynomial of ``x`` that a value is; None if it is none, or of more operations."""
     if is_number(v):
         return {0: float(v)}  # type: ignore[arg-type]
     if not isinstance(v, Value):
@@ -136,25 +136,23 @@ def polynomial_of(values: Values, v: object, x: Value) -> _Polynomial | None:
     if v is x:
         return {1: 1.0}
     op, args = values.term(v)
-    if op not in ("add", "sub", "mul", "div", "neg", "square", "pow"):
+    if not depth or op not in ("add", "sub", "mul", "div", "neg", "square", "pow"):
         return None
-    first = polynomial_of(values, args[0], x)
-    if op in ("square", "pow", "neg"):
-        other = {"square": 2, "neg": -1}.get(op) or args[1]
-    else:
-        other = polynomial_of(values, args[1], x)
-    if first is None or other is None:
+    first = polynomial_of(values, args[0], x, depth - 1)
+    if first is None:
         return None
     if op in ("square", "pow"):
-        if other not in (2, 3):
-            return None
-        return _times(first, first if other == 2 else _times(first, first))
-    if op == "div":
-        return _times(first, {0: 1.0 / other[0]}) if set(other) == {0} and other[0] else None
+        power = 2 if op == "square" else args[1]
+        return {2: _times(first, first), 3: _times(first, _times(first, first))}.get(power)
+    second = {0: -1.0} if op == "neg" else polynomial_of(values, args[1], x, depth - 1)
+    if second is None:
+        return None
     if op in ("add", "sub"):
-        other = other if op == "add" else _times(other, {0: -1.0})
-        return {n: first.get(n, 0.0) + other.get(n, 0.0) for n in {**first, **other}}
-    return _times(first, {0: -1.0} if op == "neg" else other)
+        second = second if op == "add" else _times(second, {0: -1.0})
+        return {n: first.get(n, 0.0) + second.get(n, 0.0) for n in {**first, **second}}
+    if op == "div":
+        return _times(first, {0: 1.0 / second[0]}) if set(second) == {0} and second[0] else None
+    return _times(first, second)
 
 
 def _times(a: _Polynomial, b: _Polynomial) -> _Polynomial:
