@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
 from .operations import (
     Attention,
-    Beside,
     HeadNorm,
     Heads,
     Mask,
@@ -60,6 +59,7 @@ class AttentionFound:
     Attributes:
         attention: of the packed heads.
         steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
+        branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
             memory.
         memory: the outputs of the projections of another input, which are keys and values.
@@ -70,6 +70,7 @@ class AttentionFound:
 
     attention: Attention
     steps: tuple[Operation, ...]
+    branches: tuple[tuple[Operation, ...], ...]
     sources: tuple[Value, ...]
     memory: tuple[Value, ...]
     memory_steps: tuple[Operation, ...]
@@ -128,13 +129,22 @@ def attention_of(
         core.sinks,
     )
     memory: _Packed = ((), ())
-    if not is_cross:
-        sources, steps = _packed([*queries, *keys], _steps(q, k, heads), heads)
+    branches: tuple[tuple[Operation, ...], ...] = ()
+    if not is_cross and q.steps and heads.size != heads.value_size:
+        # Nothing turns queries and keys beside values of another size.
+        sources, total, orders = _joined([*queries, *keys])
+        alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
+        turns = [*(_steps(q, k, each) for each in alone), ()]
+        branches = tuple((*gathered(o, total), *turn) for o, turn in zip(orders, turns))
+        steps: tuple[Operation, ...] = ()
+    elif not is_cross:
+        sources, steps = _packed([*queries, *keys])
+        steps = *steps, *_steps(q, k, heads)
     elif core.causal or update is not None or q.steps or k.steps:
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
         (sources, steps), memory = _packed(queries), _packed(keys)
-    return AttentionFound(attention, steps, sources, *memory, q.tokens, once)
+    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
@@ -312,26 +322,19 @@ _Packed = tuple[tuple[Value, ...], tuple[Operation, ...]]
 """Projections, and what is done to the columns of all of them."""
 
 
-def _packed(
-    parts: list[HeadsFound], steps: Sequence[Operation] = (), heads: Heads | None = None
-) -> _Packed:
-    """What makes heads of several parts, one behind another, and what follows.
-
-    Args:
-        parts: queries, keys and values, or some of them.
-        steps: what is done to queries and keys.
-        heads: of all, where there are steps.
-    """
+def _joined(parts: list[HeadsFound]) -> tuple[tuple[Value, ...], int, list[Tensor]]:
+    """(all projections, how many columns they have, those that each part consists of)."""
     sources = tuple(dict.fromkeys(source for part in parts for source in part.sources))
     widths = [source.shape[-1] for source in sources]
     places = dict(zip(sources, torch.arange(sum(widths)).split(widths)))
     orders = [torch.cat([places[s] for s in p.sources])[p.columns].flatten() for p in parts]
-    if not steps or heads is None or heads.size == heads.value_size:
-        return sources, (*gathered(torch.cat(orders), sum(widths)), *steps)
-    # Nothing turns queries and keys beside values of another size.
-    *turning, rest = orders
-    turned = *gathered(torch.cat(turning), sum(widths)), *steps
-    return sources, (Beside((turned, gathered(rest, sum(widths)))),)
+    return sources, sum(widths), orders
+
+
+def _packed(parts: list[HeadsFound]) -> _Packed:
+    """What makes heads of several parts, one behind another."""
+    sources, total, orders = _joined(parts)
+    return sources, gathered(torch.cat(orders), total)
 
 
 def gathered(order: Tensor, total: int) -> tuple[Operation, ...]:
@@ -355,8 +358,6 @@ def _distinct(found: HeadsFound) -> Tensor:
 def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
     """Norms and rotations of queries and keys, which have to be alike."""
     out: list[Operation] = []
-    if heads.size != heads.value_size:  # then they are without values
-        heads = Heads(heads.queries + heads.keys, 0, heads.size, heads.size)
     if len(q.steps) != len(k.steps):
         raise KeptError("normalises or turns queries and keys differently")
     for ours, theirs in zip(q.steps, k.steps):

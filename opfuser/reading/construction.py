@@ -399,22 +399,41 @@ class Built:
         op: read.Parallel | read.Times | read.Beside,
         join: type[nn.Module] = basic.AddExtraInput,
     ) -> list[nn.Module]:
-        """Each branch but the last is set aside, and the next begins with the input again.
+        """Each branch but the last waits for the next, which begins with the input again.
 
         The last but one joins the last, then the one before joins both.
         """
+        ops, asides = self._aside(op.branches[:-1])
+        joins = []
+        for aside in reversed(asides):
+            joined: Any = join()
+            joined.set_extra_input_channel(0, aside)
+            joins.append(joined)
+        return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
+
+    def _aside(
+        self, branches: Sequence[tuple[read.Operation, ...]]
+    ) -> tuple[list[nn.Module], list[PrivateChannel]]:
+        """What sets the results of branches aside, and ends with their input; where these are."""
         ops: list[nn.Module] = []
-        joins: list[nn.Module] = []
-        for n, branch in enumerate(op.branches[:-1]):
-            start, aside = PrivateChannel(f"input{n}"), PrivateChannel(f"branch{n}")
-            make, swap, joined = basic.MakeExtraOutput(), basic.SwapExtra(), join()
+        asides = [PrivateChannel(f"branch{n}") for n in range(len(branches))]
+        for n, branch in enumerate(branches):
+            make, swap = basic.MakeExtraOutput(), basic.SwapExtra()
+            start = PrivateChannel(f"input{n}")
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
-            swap.set_extra_output_channel(0, aside, output_to_caller=False)
-            joined.set_extra_input_channel(0, aside)  # type: ignore[operator]
+            swap.set_extra_output_channel(0, asides[n], output_to_caller=False)
             ops += [make, *self._all(branch), swap]
-            joins.insert(0, joined)
-        return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
+        return ops, asides
+
+    def forked_attention(self, op: read.ForkedAttention) -> list[nn.Module]:
+        queries, *others = op.branches
+        ops, asides = self._aside(others)
+        attend: Any
+        (attend,) = self.attention(op.attention, "separate")
+        for slot, aside in enumerate(asides):
+            attend.set_extra_input_channel(slot, aside)
+        return [Sequential(*ops, *self._all(queries), attend)]
 
     def beside(self, op: read.Beside) -> list[nn.Module]:
         return self.parallel(op, Concatenate)
@@ -445,6 +464,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Dropout: Built.dropout,
     read.Embedding: Built.embedding,
     read.Experts: Built.experts,
+    read.ForkedAttention: Built.forked_attention,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
     read.Linear: Built.linear,

@@ -28,6 +28,7 @@ from .operations import (
     CrossAttention,
     Dropout,
     Embedding,
+    ForkedAttention,
     Gated,
     Linear,
     LoRALinear,
@@ -417,6 +418,8 @@ class _Grammar:
             return None
         step = self.merged(found.sources, base)
         attend: Operation = found.attention
+        if found.branches:
+            attend = ForkedAttention(found.attention, found.branches)
         once: tuple[Node | Call, ...] = found.once
         if found.memory:
             memory = self.memory(found, base)

@@ -17,6 +17,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "ExpertsLinear",
+    "ForkedAttention",
     "Gated",
     "HeadNorm",
     "Heads",
@@ -325,6 +326,14 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class ForkedAttention:
+    """Attention of queries, keys and values that branches, in this order, make of one input."""
+
+    attention: Attention
+    branches: tuple[tuple[Operation, ...], ...]
+
+
+@dataclass(frozen=True)
 class CrossAttention:
     """Attention of queries, which it is given, to keys and values of another input.
 
@@ -395,6 +404,7 @@ Operation = (
     | Rotary
     | Attention
     | CrossAttention
+    | ForkedAttention
     | Residual
     | RowScale
     | Parallel
