@@ -21,9 +21,9 @@ from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
 from .plain_modules import (
+    Beside,
     Child,
     ColumnScale,
-    Concatenate,
     Multiply,
     Reorder,
     Routed,
@@ -396,16 +396,12 @@ class Built:
 
     def parallel(
         self,
-        op: read.Parallel | read.Times | read.Beside,
+        op: read.Parallel | read.Times,
         join: type[nn.Module] = basic.AddExtraInput,
     ) -> list[nn.Module]:
-        """Each branch but the last waits for the next, which begins with the input again.
-
-        The last but one joins the last, then the one before joins both.
-        """
         ops, asides = self._aside(op.branches[:-1])
         joins = []
-        for aside in reversed(asides):
+        for aside in asides:
             joined: Any = join()
             joined.set_extra_input_channel(0, aside)
             joins.append(joined)
@@ -436,7 +432,7 @@ class Built:
         return [Sequential(*ops, *self._all(queries), attend)]
 
     def beside(self, op: read.Beside) -> list[nn.Module]:
-        return self.parallel(op, Concatenate)
+        return [Beside(*(Sequential(*self._all(ops)) for ops in op.branches))]
 
     def times(self, op: read.Times) -> list[nn.Module]:
         return self.parallel(op, Multiply)

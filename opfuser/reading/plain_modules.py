@@ -17,9 +17,9 @@ from ..tracing import stands_in
 from .dataflow import map_leaves
 
 __all__ = [
+    "Beside",
     "Child",
     "ColumnScale",
-    "Concatenate",
     "Multiply",
     "Reorder",
     "Routed",
@@ -54,63 +54,50 @@ class Reorder(nn.Module):
         first, end = self.blocks[0], self.blocks[-1] + 1
         if self.blocks == tuple(range(first, end)):
             return x[..., first * self.size : end * self.size]
+        indices = self._indices.get(x.device)
+        if indices is None or stands_in(x):
+            indices = _indices_of(self.blocks, x.device)
+            if not stands_in(x):
+                self._indices[x.device] = indices
         take: Any = _Taken.apply
-        y: Tensor = take(x.unflatten(-1, (self.count, self.size)), self._indices_on(x))
+        y: Tensor = take(x.unflatten(-1, (self.count, self.size)), *indices)
         return y.flatten(-2)
 
-    def _indices_on(self, x: Tensor) -> _Indices:
-        if stands_in(x):
-            return _indices_of(self.blocks, x.device)
-        if x.device not in self._indices:
-            self._indices[x.device] = _indices_of(self.blocks, x.device)
-        return self._indices[x.device]
 
-
-class _Indices(NamedTuple):
-    """Which blocks are taken, and where those are that are taken so many times."""
-
-    taken: Tensor
-    places: dict[int, tuple[Tensor, Tensor]]
+# The number of each block, and of those that are there as often, the numbers and where they are.
+_Indices = tuple[Tensor, list[tuple[Tensor, Tensor]]]
 
 
 def _indices_of(blocks: tuple[int, ...], device: torch.device) -> _Indices:
-    places: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for place, block in enumerate(blocks):
-        places.setdefault(block, []).append(place)
+        found.setdefault(block, []).append(place)
     alike: dict[int, dict[int, list[int]]] = {}
-    for block, where in places.items():
+    for block, where in found.items():
         alike.setdefault(len(where), {})[block] = where
-    by_number = {
-        number: (
-            torch.tensor([*found], device=device),
-            torch.tensor([*found.values()], device=device).flatten(),
-        )
-        for number, found in alike.items()
-    }
-    return _Indices(torch.tensor(blocks, device=device), by_number)
+
+    def index(numbers: Any) -> Tensor:
+        return torch.tensor([*numbers], device=device)
+
+    return index(blocks), [(index(each), index(each.values())) for each in alike.values()]
 
 
 class _Taken(torch.autograd.Function):
-    """Blocks of the last dimension but one.
-
-    The gradients of a block that is taken several times are summed at once, not one by one in the
-    dtype of the tensor.
-    """
+    """Blocks of the last dimension but one; gradients of those that are repeated are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: _Indices) -> Tensor:
-        ctx.shape, ctx.places = x.shape, indices.places
-        return x.index_select(-2, indices.taken)
+    def forward(ctx: Any, x: Tensor, taken: Tensor, places: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.shape, ctx.places = x.shape, places
+        return x.index_select(-2, taken)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx = dy.new_zeros(ctx.shape)
-        for number, (blocks, places) in ctx.places.items():
-            part = dy.index_select(-2, places)
-            part = part.unflatten(-2, (-1, number)).sum(-2) if number > 1 else part
-            dx.index_copy_(-2, blocks, part)
-        return dx, None
+        for blocks, places in ctx.places:
+            # At once, not one by one in the dtype of the tensor.
+            dx.index_copy_(-2, blocks, dy[..., places, :].sum(-2))
+        return dx, None, None
 
 
 class ColumnScale(nn.Module):
@@ -160,38 +147,6 @@ class Multiply(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return input_ * extra_inputs[0]
-
-
-class Concatenate(BasicOperation):
-    """An extra input and the input, side by side in the last dimension."""
-
-    num_extra_inputs: int = 1
-
-    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        return torch.promote_types(dtypes.input, dtypes.extra_inputs[0])
-
-    def fuser_forward(
-        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
-    ) -> ForwardResult:
-        extra, ctx = given["basic_op_extra_inputs"][0][0], basic_op_ctxs[0]
-        assert extra is not None
-        ctx.first, ctx.dtypes = extra.shape[-1], (extra.dtype, input_.dtype)
-        return torch.cat([extra, input_], -1), [()]
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
-    ) -> BackwardResult:
-        ctx = basic_op_ctxs[0]
-        parts = grad_output.tensor_split([ctx.first], -1)
-        dextra, dx = (part.to(dtype) for part, dtype in zip(parts, ctx.dtypes))
-        return dx, [()], [(dextra,)]
-
-    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return torch.cat([extra_inputs[0], input_], -1)
 
 
 class Transpose(nn.Module):
@@ -262,6 +217,18 @@ class Child(nn.Module):
                 )
             )
         return y
+
+
+class Beside(nn.Module):
+    """What several modules compute, side by side in the last dimension."""
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Their results for an input."""
+        return torch.cat([branch(x) for branch in self.branches], -1)
 
 
 class RowScale(nn.Module):
