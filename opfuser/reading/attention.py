@@ -111,7 +111,7 @@ def attention_of(
     if q.tokens != k.tokens and not is_cross:
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
     if update is not None and q.order:
-        raise KeptError(computed(core.k, "turns the last entries of keys that it caches by"))
+        raise KeptError("turns the last entries of keys that a cache keeps")
     queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
     heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
     masks = _masks_of(values, core.masks)

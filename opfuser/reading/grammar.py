@@ -7,6 +7,7 @@ be inside of a child that is called as it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -287,17 +288,15 @@ class _Grammar:
         self.rounded.update(linear)
         chains = [self.chain(v, base, is_rounded=True) for v in outputs]
         shared = self.shared(chains, outputs)
-        groups: dict[Value, list[Value]] = {}
-        for v, chain in zip(outputs, chains):
+
+        def after_shared(pair: tuple[Value, Step]) -> Value:
+            v, chain = pair
             place = chain.path.index(shared)
-            groups.setdefault(chain.path[place - 1] if place else v, []).append(v)
-        if [v for group in groups.values() for v in group] != list(outputs):
-            raise KeptError(
-                computed(outputs[-1], "joins branches in an unknown order, one made by")
-            )
+            return chain.path[place - 1] if place else v
+
         steps = []
-        for group in groups.values():
-            inner = self.merged(group, shared)
+        for _, group in itertools.groupby(zip(outputs, chains), after_shared):
+            inner = self.merged([v for v, _ in group], shared)
             steps.append(self.chain(inner.source, shared, is_rounded=True).followed_by(inner))
         whole = Step((), shared).followed_by(*steps)
         projections = tuple(op for op in whole.operations if isinstance(op, Projection))
@@ -405,7 +404,10 @@ class _Grammar:
         return self.attended(found, base)
 
     def columns(self, v: Value, base: Value | None) -> Step | None:
-        """Some of the columns of rows."""
+        """Some of the columns of rows, or those of several side by side."""
+        op, args = self.values.term(v)
+        if op == "cat" and args[1] in (-1, len(v.shape) - 1):
+            return self.merged(args[0], base)
         found = columns_of(self.values, v)
         if found is None or found[0].shape[:-1] != v.shape[:-1]:
             return None

@@ -207,6 +207,36 @@ def test_latent_attention_is_read(turn: Any, sizes: tuple[int, int, int]) -> Non
     assert (rotary.size, rotary.interleaved) == (sizes[1], turn is neighbours)
 
 
+class Cached(Attends):
+    """Attention whose heads turn at their ends, with a cache."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        q, k, v = split(self, x)
+        q, k = (torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        return self.out(joined(causal(q, k, v)))
+
+
+def test_heads_whose_ends_turn_are_not_cached() -> None:
+    """As the cache would get their entries in the order in which they turn."""
+    given = stream(), *angles(4)
+    assert found(Example(Cached(), (*given, None)), Rotary).size == 4
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), pytest.raises(KeptError, match="turns the last entries of keys"):
+        read(trace(Cached(), (*given, cache), {}).dataflow)
+
+
+def test_heads_whose_ends_turn_after_a_norm() -> None:
+    def heads(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        q, k = (F.rms_norm(t, (SIZE,), None, 1e-5) for t in (q, k))
+        return *(torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k)), v
+
+    with pytest.raises(KeptError, match="normalises heads, and turns their last entries"):
+        read_of(example_of(*angles(4), heads=heads))
+
+
 def test_norms_of_heads_beside_values_of_another_size() -> None:
     def heads(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
         q, k, v = split(m, x)
