@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 
 import opfuser.hf
+from tests.reading.recomputed import called_in
 from tests.reading.sweep import Outcome, outcomes_of
 from tests.reading.tiny import causal_model_of
 
@@ -35,10 +36,10 @@ INTRODUCTION = """\
 `opfuser.apply` knows no names: it reads what a module computes. This is what it finds in a tiny
 model of some families of transformers {version}, in evaluation, with gradients and without a cache.
 **yes** is computed by opfuser, **no** is kept as it is, **part** is some of both, or calls a child
-that is kept, and blank is not there. What stands inside of a layer that is computed is computed
-with it. *Loss* says whether [`opfuser.hf.apply`](hugging-face.md) with `fused_loss=True` computes
-the loss of a causal language model without storing its logits. The last column is why the first of
-these is kept.
+that is kept, such as the router of experts, and blank is not there. What stands inside of a layer
+that is computed is computed with it. *Loss* says whether [`opfuser.hf.apply`](hugging-face.md) with
+`fused_loss=True` computes the loss of a causal language model without storing its logits. The last
+column is why the first of these is kept.
 
 {counts}
 
@@ -64,13 +65,13 @@ def row(family: str) -> dict[str, str]:
     """
     found: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
-    computed: list[str] = []
+    computed: list[Outcome] = []
     outcomes = outcomes_of(family)
     for outcome in outcomes:
         kind, state = _kind(outcome), "part" if outcome.reading else "no"
-        if outcome.whole or any(outcome.path.startswith(f"{path}.") for path in computed):
+        if outcome.whole or any(_is_inside(outcome.path, other) for other in computed):
             state = "yes"
-            computed.append(outcome.path)
+        computed += [outcome] if outcome.reading else []
         found.setdefault(kind, []).append(state)
         if state == "no":
             reasons.setdefault(kind, outcome.reason.partition(" (")[0])
@@ -82,6 +83,14 @@ def row(family: str) -> dict[str, str]:
     cells["loss"] = _loss(family)
     cells["reason"] = next((reasons[kind] for kind in COLUMNS if kind in reasons), "")
     return cells
+
+
+def _is_inside(path: str, outer: Outcome) -> bool:
+    """Whether a module is computed with one that it is inside of."""
+    assert outer.reading is not None
+    called = [f"{outer.path}.{child}" for child in called_in(outer.reading)]
+    within = [f"{path}.".startswith(f"{at}.") for at in (outer.path, *called)]
+    return path != outer.path and within[0] and not any(within[1:])
 
 
 def _modules(outcome: Outcome) -> Iterator[nn.Module]:

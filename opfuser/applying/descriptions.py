@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ..reading.operations import (
+    Beside,
     Called,
     LoRALinear,
     MergedLinear,
@@ -16,6 +17,8 @@ from ..reading.operations import (
     Residual,
     Times,
 )
+
+_JOINTS: dict[type, str] = {Parallel: " + ", Times: " * ", Beside: " beside "}
 
 __all__ = ["children_called", "described", "operations_in"]
 
@@ -32,10 +35,8 @@ def _all(operations: Iterable[Operation]) -> str:
 def _text(op: Operation) -> str:
     if isinstance(op, Residual):
         return f"x + ({_all(op.branch)})"
-    if isinstance(op, (Parallel, Times)):
-        return (" + " if isinstance(op, Parallel) else " * ").join(
-            f"({_all(branch)})" for branch in op.branches
-        )
+    if isinstance(op, (Parallel, Times, Beside)):
+        return _JOINTS[type(op)].join(f"({_all(branch)})" for branch in op.branches)
     if isinstance(op, MergedLinear):
         adapted = any(isinstance(p, LoRALinear) for p in op.projections)
         return f"{'LoRALinear' if adapted else 'MergedLinear'} x{len(op.projections)}"

@@ -46,6 +46,10 @@ class GroupedProduct(NamedTuple):
     x: gemm.Operand
     groups: gemm.RowGroups
 
+    def transposed(self) -> GroupedProduct:
+        """The transposes of these gradients."""
+        return GroupedProduct(self.x, self.dy, self.groups)
+
     def values(self, *, stacked: bool) -> Tensor | Sequence[Tensor]:
         """The gradients, as one tensor if ``stacked``."""
         return gemm.grouped_wgrad(self.dy, self.x, self.groups, stacked=stacked)

@@ -64,7 +64,9 @@ class GroupedLinear(BasicOperation):
     Parameters: ``weight0``, ``weight1``, … ``(out_features, in_features)`` and ``bias0``, …
     ``(out_features,)``; or ``weight`` ``(num_groups, out_features, in_features)`` and ``bias``
     ``(num_groups, out_features)`` where they are stored as one. Weights start as in
-    ``torch.nn.Linear``, biases at zero.
+    ``torch.nn.Linear``, biases at zero. With ``weight_transposed`` each matrix is the transpose,
+    ``(in_features, out_features)``, as GPT-OSS stores its experts; there is no quantised compute of
+    those.
 
     On a GPU, bf16 with sizes that are multiples of 8 runs torch's grouped GEMM: split sizes on the
     GPU are then neither checked nor read back, and rows past their sum are left undefined. Weights
@@ -89,6 +91,7 @@ class GroupedLinear(BasicOperation):
         scale_bias: take the scales of the bias; has no effect with ``bias=False``.
         accumulate_into_grad: see ``BasicLinear``; for the weights, all of them or none in a call.
             torch's grouped GEMM cannot add, nor can those of FP8 operands: there autograd does.
+        weight_transposed: store the transpose of each matrix.
 
     Keywords of forward (``op_kwargs`` of a sequence), for results in memory of the caller's, such
     as that of a communication library:
@@ -122,7 +125,7 @@ class GroupedLinear(BasicOperation):
     wgrad_overlap: WgradOverlap | None = None
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "
-        "single_grouped_bias num_extra_inputs".split()
+        "single_grouped_bias num_extra_inputs weight_transposed".split()
     )
 
     Settings = GroupedLinearSettings
@@ -148,6 +151,7 @@ class GroupedLinear(BasicOperation):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
         accumulate_into_grad: bool = False,
+        weight_transposed: bool = False,
     ) -> None:
         self.scale_bias = scale_bias and bias
         if self.scale_bias:
@@ -169,6 +173,7 @@ class GroupedLinear(BasicOperation):
         self.use_bias = bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
+        self.weight_transposed = weight_transposed
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
         self._delay_wgrad_compute = delay_wgrad_compute
@@ -179,7 +184,10 @@ class GroupedLinear(BasicOperation):
         self._bias_names = _names("bias", num_groups, single_grouped_bias)
         groups = (num_groups,) if single_grouped_weight else ()
         for name in self._weight_names:
-            weight = torch.empty(*groups, out_features, in_features, device=device, dtype=dtype)
+            matrix = (
+                (in_features, out_features) if weight_transposed else (out_features, in_features)
+            )
+            weight = torch.empty(*groups, *matrix, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(weight))
         groups = (num_groups,) if single_grouped_bias else ()
         for name in self._bias_names:
@@ -247,7 +255,7 @@ class GroupedLinear(BasicOperation):
         """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
         tracker = self._rng_state_tracker_function
         for name in self._weight_names:
-            weight = getattr(self, name)
+            (weight,) = self._oriented([getattr(self, name).detach()])
             for matrix in weight if self.single_grouped_weight else [weight]:
                 with tracker().fork() if tracker is not None else contextlib.nullcontext():
                     nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
@@ -295,6 +303,8 @@ class GroupedLinear(BasicOperation):
         return reads_groups_on_device(dtype, self.in_features, self.out_features)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
+        if self.weight_transposed:
+            return Refusal("LAYOUT", "its weights are stored as their transposes")
         features = self.out_features, self.in_features
         weight = getattr(self, self._weight_names[0])
         dtype = None if weight is None else weight.dtype
@@ -351,7 +361,7 @@ class GroupedLinear(BasicOperation):
         groups = row_groups(split_sizes, x, where)
         out = None if output is None else as_rows(output)
         save = ctx.requires_grad and self.wants_weights(ctx)
-        y, saved = products.forward(x, weights, groups, out=out, save=save)
+        y, saved = products.forward(x, self._oriented(weights), groups, out=out, save=save)
         if biases:
             y += grouped_bias(self._table(biases), scales, groups, x.shape[0])
         if any(self.frozen_settings(ctx)):
@@ -365,6 +375,10 @@ class GroupedLinear(BasicOperation):
                 ctx.grad_input = grad_input
         # Autograd must not take the caller's tensor, nor a view of it, for one of its own.
         return y.view(shape) if output is None else output.detach(), [()]
+
+    def _oriented(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The weights as (out, in)."""
+        return [w.transpose(-2, -1) for w in weights] if self.weight_transposed else weights
 
     def wants_weights(self, ctx: OperationContext) -> bool:
         """Whether a gradient of a weight will be read."""
@@ -405,7 +419,7 @@ class GroupedLinear(BasicOperation):
         if buffer is not None and overlap(buffer, dy):
             dy = dy.clone()
         out = None if buffer is None else as_rows(buffer)
-        dx = products.dgrad(dy, weights, groups, out=out)
+        dx = products.dgrad(dy, self._oriented(weights), groups, out=out)
         if buffer is not None:
             dx = buffer.clone() if may_become_grad(buffer) else buffer.detach()
         dx = dx.view(*grad_output.shape[:-1], self.in_features)
@@ -435,6 +449,8 @@ class GroupedLinear(BasicOperation):
         ds = None
         if self.wants_weights(ctx):
             product = products.wgrad(dy, saved, weights, groups)
+            if self.weight_transposed and isinstance(product, GroupedProduct):
+                product = product.transposed()
             grads[:count] = self._weight_grads(ctx, product)
         if any(needs.parameters[count:]):
             db = grouped_bias_grad(dy, scales, groups).to(biases[0].dtype)
@@ -487,6 +503,7 @@ class GroupedLinear(BasicOperation):
         weights = [getattr(self, name) for name in self._weight_names]
         weights = list(weights[0]) if self.single_grouped_weight else weights
         biases = list(biases[0]) if biases and self.single_grouped_bias else biases
+        weights = list(self._oriented(weights))
         x = as_rows(input_).to(weights[0].dtype)
         scales = extra_inputs[1].reshape(-1, 1).split(sizes) if self.scale_bias else None
         parts = []
@@ -501,6 +518,7 @@ class GroupedLinear(BasicOperation):
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.use_bias}"
+            f"{', weight_transposed=True' if self.weight_transposed else ''}"
         )
 
 

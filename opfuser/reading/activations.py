@@ -6,24 +6,23 @@ written does not matter.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .arguments import is_number
 from .dataflow import Value
-from .kept import KeptError
 from .operations import Activation
 from .products import Product
-from .replay import origin_of, source_of
-from .values import Values, computed
+from .replay import columns_of
+from .values import Values
 
 __all__ = ["ActivationFound", "ClampedPair", "activations_in", "clamped_pair", "halves_of"]
 
-# Constants are written with eight digits in places.
-_CLOSE = 1e-7
 _SIMPLE = {
     "silu": "silu",
     "relu": "relu",
@@ -31,7 +30,14 @@ _SIMPLE = {
     "tanh": "tanh",
     "softplus": "softplus",
 }
-_BY_SIGMOID = {1.0: "silu", 1.702: "quick gelu"}
+# Products of x and a function of a polynomial of x, by the function: the activation, coefficients
+# by power, and to what they are exact: those of GELU are written with eight digits in places.
+_ROOT = math.sqrt(2 / math.pi)
+_FORMULAS: dict[str, tuple[tuple[str, dict[int, float], float], ...]] = {
+    "sigmoid": (("silu", {1: 1.0}, 0.0), ("quick gelu", {1: 1.702}, 0.0)),
+    "1 + erf": (("gelu", {1: math.sqrt(0.5)}, 1e-7),),
+    "1 + tanh": (("gelu by tanh", {1: _ROOT, 3: _ROOT * 0.044715}, 1e-7),),
+}
 
 
 class ActivationFound(NamedTuple):
@@ -67,28 +73,17 @@ def activations_in(values: Values, product: Product) -> Iterator[ActivationFound
 def _with_argument(values: Values, factor: Value, rest: Product) -> Iterator[ActivationFound]:
     """The activations x σ(k x) and 0.5 x (1 + f(x)), whose x is another factor."""
     op, args = values.term(factor)
-    if op == "sigmoid":
-        (x, coefficients), name = polynomial_of(values, args[0]), None
-        if x is not None and set(coefficients) == {1}:
-            name = _BY_SIGMOID.get(coefficients[1])
-        after = None if x is None else rest.without(x)
-        if name and x is not None and after is not None:
-            yield ActivationFound(Activation(name), x, after)
-    elif op == "add" and is_number(args[1]) and args[1] == 1:
+    if op == "add" and is_number(args[1]) and args[1] == 1:
         op, args = values.term(args[0])
-        if op not in ("tanh", "erf"):
-            return
-        x, coefficients = polynomial_of(values, args[0])
-        expected = {1: math.sqrt(0.5)}
-        if op == "tanh":
-            expected = {1: math.sqrt(2 / math.pi), 3: math.sqrt(2 / math.pi) * 0.044715}
-        after = None if x is None else rest.without(x)
-        if x is None or after is None or set(coefficients) != set(expected):
-            return
-        if all(math.isclose(coefficients[n], c, rel_tol=_CLOSE) for n, c in expected.items()):
-            name = "gelu by tanh" if op == "tanh" else "gelu"
-            doubled = Product(2 * after.factor, after.values)
-            yield ActivationFound(Activation(name), x, doubled)
+        op = {"tanh": "1 + tanh", "erf": "1 + erf"}.get(op, "")
+    for x, formula in itertools.product(dict.fromkeys(rest.values), _FORMULAS.get(op, ())):
+        name, expected, digits = formula
+        found, after = polynomial_of(values, args[0], x), rest.without(x)
+        if found is None or after is None or set(found) != set(expected):
+            continue
+        if all(math.isclose(found[n], c, rel_tol=digits) for n, c in expected.items()):
+            scaled = after.times(Product(1.0 if op == "sigmoid" else 2.0))
+            yield ActivationFound(Activation(name), x, scaled)
 
 
 class ClampedPair(NamedTuple):
@@ -119,72 +114,49 @@ def clamped_pair(values: Values, gate: Value, up: Value) -> ClampedPair | None:
     return ClampedPair(gate, args[0], limit, offset)
 
 
-def halves_of(values: Values, gate: Value, up: Value) -> Value | None:
-    """The value whose halves are a gate and what it multiplies; None if they are of several."""
-    whole = source_of(values, gate)
-    if whole is None or whole is not source_of(values, up) or whole is gate:
+def halves_of(values: Values, gate: Value, up: Value) -> tuple[Value, Tensor] | None:
+    """(a value, its columns that gate and those that they multiply); None if of several."""
+    found, other = columns_of(values, gate), columns_of(values, up)
+    if found is None or other is None or found[0] is not other[0]:
         return None
-    size, width = gate.shape[-1], whole.shape[-1]
-    places = torch.arange(whole.meta.numel()).view(-1, width)
-    found = [origin_of(v, whole).view(-1, size) for v in (gate, up)]
-    halves = [places[:, :size], places[:, size:]]
-    if width == 2 * size and all(map(torch.equal, found, halves)):
-        return whole
-    if width == 2 * size and all(map(torch.equal, found, halves[::-1])):
-        raise KeptError("opfuser has no operation for gates in the second half of an input")
-    raise KeptError(computed(gate, "gates by columns in an unknown order, from"))
+    return found[0], torch.cat([found[1], other[1]])
 
 
-def polynomial_of(values: Values, v: Value) -> tuple[Value | None, dict[int, float]]:
-    """(x, coefficients by power) of a value that is a polynomial of x; x is None for several."""
-    terms = _monomials(values, v, 8)
-    variables = {x for monomial in terms for x in monomial}
-    if len(variables) != 1:
-        return None, {}
-    return variables.pop(), {len(monomial): c for monomial, c in terms.items()}
+_Polynomial = dict[int, float]
+"""Coefficients by power."""
 
 
-_Polynomial = dict[tuple[Value, ...], float]
-"""Coefficients by monomials, whose values are in order of their identity."""
-
-
-def _monomials(values: Values, v: Value, depth: int) -> _Polynomial:
-    """The polynomial that a value is, in values that are none themselves."""
+def polynomial_of(values: Values, v: object, x: Value, depth: int = 8) -> _Polynomial | None:
+    """The polynomial of ``x`` that a value is; None if it is none, or of more operations."""
+    if is_number(v):
+        return {0: float(v)}  # type: ignore[arg-type]
+    if not isinstance(v, Value):
+        return None
     v = values.peel(v)
+    if v is x:
+        return {1: 1.0}
     op, args = values.term(v)
-    itself: _Polynomial = {(v,): 1.0}
     if not depth or op not in ("add", "sub", "mul", "div", "neg", "square", "pow"):
-        return itself
-    first = _monomials(values, args[0], depth - 1)
+        return None
+    first = polynomial_of(values, args[0], x, depth - 1)
+    if first is None:
+        return None
     if op in ("square", "pow"):
         power = 2 if op == "square" else args[1]
-        if power not in (2, 3):
-            return itself
-        return _times(first, first if power == 2 else _times(first, first))
-    second: _Polynomial = {(): -1.0}
-    if args[1:]:
-        if not isinstance(args[1], Value) and not is_number(args[1]):
-            return itself
-        other = args[1]
-        second = (
-            _monomials(values, other, depth - 1) if isinstance(other, Value) else {(): float(other)}
-        )
+        return {2: _times(first, first), 3: _times(first, _times(first, first))}.get(power)
+    second = {0: -1.0} if op == "neg" else polynomial_of(values, args[1], x, depth - 1)
+    if second is None:
+        return None
     if op in ("add", "sub"):
-        return _plus(first, second if op == "add" else _times(second, {(): -1.0}))
+        second = second if op == "add" else _times(second, {0: -1.0})
+        return {n: first.get(n, 0.0) + second.get(n, 0.0) for n in {**first, **second}}
     if op == "div":
-        if set(second) != {()} or not second[()]:
-            return itself
-        second = {(): 1.0 / second[()]}
+        return _times(first, {0: 1.0 / second[0]}) if set(second) == {0} and second[0] else None
     return _times(first, second)
 
 
 def _times(a: _Polynomial, b: _Polynomial) -> _Polynomial:
     out: _Polynomial = {}
-    for m, c in a.items():
-        for n, d in b.items():
-            out = _plus(out, {tuple(sorted((*m, *n), key=id)): c * d})
+    for (m, c), (n, d) in itertools.product(a.items(), b.items()):
+        out[m + n] = out.get(m + n, 0.0) + c * d
     return out
-
-
-def _plus(a: _Polynomial, b: _Polynomial) -> _Polynomial:
-    return {m: a.get(m, 0.0) + b.get(m, 0.0) for m in {**a, **b}}

@@ -14,12 +14,21 @@ from .arguments import is_number
 from .dataflow import Node, Value
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
-from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
+from .operations import (
+    Attention,
+    HeadNorm,
+    Heads,
+    Mask,
+    Norm,
+    Operation,
+    Reorder,
+    Rotary,
+)
 from .products import product_of
 from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 
-__all__ = ["AttentionFound", "attention_of"]
+__all__ = ["AttentionFound", "attention_of", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class AttentionFound:
 
     Attributes:
         attention: of the packed heads.
-        steps: what orders, normalises and turns heads before.
+        steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
+        branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
             memory.
         memory: the outputs of the projections of another input, which are keys and values.
@@ -60,6 +70,7 @@ class AttentionFound:
 
     attention: Attention
     steps: tuple[Operation, ...]
+    branches: tuple[tuple[Operation, ...], ...]
     sources: tuple[Value, ...]
     memory: tuple[Value, ...]
     memory_steps: tuple[Operation, ...]
@@ -94,13 +105,15 @@ def attention_of(
     u = heads_of(values, v_value, projected)
     if u.steps or u.scale != 1:
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
-    is_cross = q.x is not k.x and k.x is u.x
+    is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
     if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
         raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
     if q.tokens != k.tokens and not is_cross:
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    queries, keys = [(q.source, q.columns)], [(f.source, _distinct(f)) for f in (k, u)]
-    heads = _sizes_of(*(columns for _, columns in (*queries, *keys)))
+    if update is not None and q.order:
+        raise KeptError("turns the last entries of keys that a cache keeps")
+    queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
+    heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
     masks = _masks_of(values, core.masks)
     if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
         # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
@@ -116,14 +129,22 @@ def attention_of(
         core.sinks,
     )
     memory: _Packed = ((), ())
-    if not is_cross:
-        sources, steps = _packed(heads, [*queries, *keys])
+    branches: tuple[tuple[Operation, ...], ...] = ()
+    if not is_cross and q.steps and heads.size != heads.value_size:
+        # Nothing turns queries and keys beside values of another size.
+        sources, total, orders = _joined([*queries, *keys])
+        alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
+        turns = [*(_steps(q, k, each) for each in alone), ()]
+        branches = tuple((*gathered(o, total), *turn) for o, turn in zip(orders, turns))
+        steps: tuple[Operation, ...] = ()
+    elif not is_cross:
+        sources, steps = _packed([*queries, *keys])
         steps = *steps, *_steps(q, k, heads)
     elif core.causal or update is not None or q.steps or k.steps:
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
-        (sources, steps), memory = _packed(heads, queries), _packed(heads, keys)
-    return AttentionFound(attention, steps, sources, *memory, q.tokens, once)
+        (sources, steps), memory = _packed(queries), _packed(keys)
+    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
@@ -298,26 +319,31 @@ def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
 
 
 _Packed = tuple[tuple[Value, ...], tuple[Operation, ...]]
-"""Projections, and what orders the columns of all of them if they are not."""
+"""Projections, and what is done to the columns of all of them."""
 
 
-def _packed(heads: Heads, parts: list[tuple[Value, Tensor]]) -> _Packed:
-    """What makes heads of several parts, one behind another: (projection, columns of heads)."""
-    sources = tuple(dict.fromkeys(source for source, _ in parts))
-    starts, total = {}, 0
-    for source in sources:
-        starts[source] = total
-        total += source.shape[-1]
-    order = torch.cat([columns.flatten() + starts[source] for source, columns in parts])
-    if not torch.equal(order.sort().values, torch.arange(total)):
-        raise KeptError("attends to a part of what its projections return")
+def _joined(parts: list[HeadsFound]) -> tuple[tuple[Value, ...], int, list[Tensor]]:
+    """(all projections, how many columns they have, those that each part consists of)."""
+    sources = tuple(dict.fromkeys(source for part in parts for source in part.sources))
+    widths = [source.shape[-1] for source in sources]
+    places = dict(zip(sources, torch.arange(sum(widths)).split(widths)))
+    orders = [torch.cat([places[s] for s in p.sources])[p.columns].flatten() for p in parts]
+    return sources, sum(widths), orders
+
+
+def _packed(parts: list[HeadsFound]) -> _Packed:
+    """What makes heads of several parts, one behind another."""
+    sources, total, orders = _joined(parts)
+    return sources, gathered(torch.cat(orders), total)
+
+
+def gathered(order: Tensor, total: int) -> tuple[Operation, ...]:
+    """What takes columns of so many, in an order, in the largest blocks that there are."""
     if torch.equal(order, torch.arange(total)):
-        return sources, ()
-    size = math.gcd(heads.size, heads.value_size)
-    numbers = order[::size] // size
-    if not torch.equal(order.view(-1, size), numbers[:, None] * size + torch.arange(size)):
-        raise KeptError("has the entries of its heads in an unknown order")
-    return sources, (Reorder(tuple(numbers.tolist()), size),)
+        return ()
+    starts = [0, *((order.diff() != 1).nonzero().flatten() + 1).tolist()]
+    size = math.gcd(total, len(order), *starts, *order[starts].tolist())
+    return (Reorder(tuple((order[::size] // size).tolist()), size, total // size),)
 
 
 def _distinct(found: HeadsFound) -> Tensor:
@@ -336,7 +362,7 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
         raise KeptError("normalises or turns queries and keys differently")
     for ours, theirs in zip(q.steps, k.steps):
         if isinstance(ours, Turn) and ours == theirs:
-            out.append(Rotary(heads, *ours))
+            out.append(Rotary(heads, *ours[:-1]))
         elif isinstance(ours, Norm) and isinstance(theirs, Norm):
             out.append(_head_norm(ours, theirs, heads))
         else:
@@ -345,6 +371,8 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 
 
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
+    if not heads.keys:
+        raise KeptError("opfuser has no operation for norms of heads beside values of another size")
     alike = replace(q, weight=None) == replace(k, weight=None)
     if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
         raise KeptError("opfuser has no operation for such norms of queries and keys")

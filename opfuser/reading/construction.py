@@ -21,7 +21,15 @@ from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
-from .plain_modules import Child, ColumnScale, Multiply, Reorder, Routed, Transpose
+from .plain_modules import (
+    Beside,
+    Child,
+    ColumnScale,
+    Multiply,
+    Reorder,
+    Routed,
+    Transpose,
+)
 from .reads import is_hooked
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
@@ -308,17 +316,18 @@ class Built:
             device="meta",
             single_grouped_weight=True,
             single_grouped_bias=True,
+            weight_transposed=op.transposed,
         )
         self._weights.append((made, op.weight))
         self.aliased(made, weight=op.weight, bias=op.bias)
         return made
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
-        sizes = _sizes_of(op.heads, "norms of heads")
-        zero_centred = op.zero_centred_weight
+        heads, zero_centred = op.heads, op.zero_centred_weight
         made = basic.QKNorm(
-            *sizes[:2],
-            num_kv_heads=sizes[2],
+            heads.queries,
+            heads.size,
+            num_kv_heads=heads.keys,
             eps=op.eps,
             zero_centered_gamma=zero_centred,
             device="meta",
@@ -326,9 +335,14 @@ class Built:
         return self.normed(made, q_weight=op.q_weight, k_weight=op.k_weight)
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:
-        sizes = _sizes_of(op.heads, "rotary positions")
-        turning: dict[str, Any] = {"rotary_dim": op.size, "interleaved": op.interleaved}
-        made = basic.RotaryEmbedding(*sizes[:2], num_kv_heads=sizes[2], **turning)
+        heads = op.heads
+        made = basic.RotaryEmbedding(
+            heads.queries,
+            heads.size,
+            num_kv_heads=heads.keys,
+            rotary_dim=op.size,
+            interleaved=op.interleaved,
+        )
         self.arguments.append(Argument(made, "tables", partial(_tables, op)))
         return [made]
 
@@ -363,26 +377,47 @@ class Built:
         return self.attention(op.attention, "separate")
 
     def parallel(
-        self, op: read.Parallel | read.Times, join: type[nn.Module] = basic.AddExtraInput
+        self,
+        op: read.Parallel | read.Times,
+        join: type[nn.Module] = basic.AddExtraInput,
     ) -> list[nn.Module]:
-        """Each branch but the last is set aside, and the next begins with the input again."""
-        ops: list[nn.Module] = []
-        joins: list[nn.Module] = []
-        for branch in op.branches[:-1]:
-            start, aside = PrivateChannel("input"), PrivateChannel("branch")
-            make, swap, joined = basic.MakeExtraOutput(), basic.SwapExtra(), join()
-            make.set_extra_output_channel(0, start, output_to_caller=False)
-            swap.set_extra_input_channel(0, start)
-            swap.set_extra_output_channel(0, aside, output_to_caller=False)
-            joined.set_extra_input_channel(0, aside)  # type: ignore[operator]
-            ops += [make, *self._all(branch), swap]
+        ops, asides = self._aside(op.branches[:-1])
+        joins = []
+        for aside in asides:
+            joined: Any = join()
+            joined.set_extra_input_channel(0, aside)
             joins.append(joined)
         return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
+
+    def _aside(
+        self, branches: Sequence[tuple[read.Operation, ...]]
+    ) -> tuple[list[nn.Module], list[PrivateChannel]]:
+        """What sets the results of branches aside, and ends with their input; where these are."""
+        ops: list[nn.Module] = []
+        asides = [PrivateChannel(f"branch{n}") for n in range(len(branches))]
+        for n, branch in enumerate(branches):
+            make, swap = basic.MakeExtraOutput(), basic.SwapExtra()
+            start = PrivateChannel(f"input{n}")
+            make.set_extra_output_channel(0, start, output_to_caller=False)
+            swap.set_extra_input_channel(0, start)
+            swap.set_extra_output_channel(0, asides[n], output_to_caller=False)
+            ops += [make, *self._all(branch), swap]
+        return ops, asides
+
+    def forked_attention(self, op: read.ForkedAttention) -> list[nn.Module]:
+        queries, *others = op.branches
+        ops, asides = self._aside(others)
+        attend: Any
+        (attend,) = self.attention(op.attention, "separate")
+        for slot, aside in enumerate(asides):
+            attend.set_extra_input_channel(slot, aside)
+        return [Sequential(*ops, *self._all(queries), attend)]
 
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Activation: lambda _, op: [ACTIVATIONS[op.name](*op.constants)],
     read.Attention: Built.attention,
+    read.Beside: lambda built, op: [Beside(*(Sequential(*built._all(ops)) for ops in op.branches))],
     read.Bias: lambda built, op: built.aliased(basic.Bias(op.size, device="meta"), bias=op.bias),
     read.Called: Built.called,
     read.ColumnScale: lambda built, op: built.aliased(ColumnScale(), weight=op.weight),
@@ -390,15 +425,15 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Dropout: lambda _, op: [basic.Dropout(op.p)],
     read.Embedding: Built.embedding,
     read.Experts: Built.experts,
+    read.ForkedAttention: Built.forked_attention,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
     read.Linear: Built.linear,
     read.LoRALinear: Built.lora,
     read.MergedLinear: Built.merged,
     read.Norm: Built.norm,
-    read.Normalised: lambda built, op: [*built._modules(op.linear), *built.norm(op.norm)],
     read.Parallel: Built.parallel,
-    read.Reorder: lambda _, op: [Reorder(op.blocks, op.size)],
+    read.Reorder: lambda _, op: [Reorder(op.blocks, op.size, op.count)],
     read.Residual: lambda built, op: [Residual(*built._all(op.branch))],
     read.Rotary: Built.rotary,
     read.Scale: lambda _, op: [basic.ConstantScale(op.factor)],
@@ -450,13 +485,6 @@ def _has_adapters(
         and all(isinstance(p, read.Linear) for p in linears)
         and len({getattr(p, "transposed", None) for p in linears}) == 1
     )
-
-
-def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:
-    """Numbers of query heads, of entries of a head, and of key heads."""
-    if heads.value_size != heads.size:
-        raise KeptError(f"opfuser has no operation for {what} beside values of another size")
-    return heads.queries, heads.size, heads.keys
 
 
 def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:

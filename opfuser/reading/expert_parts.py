@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .activations import activations_in, clamped_pair
+import torch
+
+from .activations import activations_in, clamped_pair, halves_of
 from .dataflow import Node, Value
 from .kept import KeptError
 from .operations import Activation, ExpertsLinear, Gated
@@ -86,15 +88,14 @@ class Form:
         x, weight, transposed = found
         if len(weight.shape) != 3 or weight.origin != "parameter":
             return None
-        if transposed:
-            raise KeptError("has experts whose weights are stored as (in, out)")
-        count, out_features, in_features = weight.shape
+        count, *features = weight.shape
+        out_features, in_features = features[::-1] if transposed else features
         if bias is not None and bias.shape != (count, out_features):
             return None
         if any(t.meta.dtype not in self.values.dtypes for t in (weight, self.values.peel(v))):
             return None
         name = None if bias is None else bias.name
-        made = ExpertsLinear(weight.name, name, count, in_features, out_features)
+        made = ExpertsLinear(weight.name, name, count, in_features, out_features, transposed)
         return ExpertsLinearFound(made, x)
 
     def parameter(self, v: Any) -> Value | None:
@@ -127,35 +128,15 @@ def activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]:
         clamped = clamped_pair(values, gate, up)
         if clamped is not None:
             gate, up, limit, offset = clamped
-        halves = _halves_of(values, gate, up)
-        if halves is not None:
-            whole, interleaved = halves
-            return Gated(found.activation, limit, offset, interleaved), whole
+        halves = halves_of(values, gate, up)
+        if halves is None:
+            continue
+        whole, order = halves
+        columns = torch.arange(whole.shape[-1])
+        for interleaved in (False, True):
+            if torch.equal(order.view(2, -1).T.flatten() if interleaved else order, columns):
+                return Gated(found.activation, limit, offset, interleaved), whole
     raise KeptError(computed(v, "has experts that compute"))
-
-
-def _halves_of(values: Values, gate: Value, up: Value) -> tuple[Value, bool] | None:
-    """(the value of whose columns one half gates the other, whether these alternate)."""
-    gate, up = values.peel(gate), values.peel(up)
-    (op, args), (other, others) = values.term(gate), values.term(up)
-    if (op, args[:1]) != (other, others[:1]) or gate.node is None or up.node is None:
-        return None
-    whole = args[0]
-    if op == "chunk" and gate.node is up.node and gate.node.results == [gate, up]:
-        dim = args[2] if len(args) > 2 else 0
-        return (whole, False) if args[1] == 2 and dim in (-1, len(whole.shape) - 1) else None
-    if op != "__getitem__" or not all(_is_of_columns(a[1]) for a in (args, others)):
-        return None
-    size = whole.shape[-1]
-    first, second = (range(size)[a[1][1]] for a in (args, others))
-    if (first, second) == (range(0, size, 2), range(1, size, 2)):
-        return whole, True
-    half = size // 2
-    return (whole, False) if (first, second) == (range(half), range(half, 2 * half)) else None
-
-
-def _is_of_columns(index: Any) -> bool:
-    return type(index) is tuple and len(index) == 2 and index[0] is ... and type(index[1]) is slice
 
 
 def stripped(values: Values, v: Value) -> Value:

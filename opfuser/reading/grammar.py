@@ -7,13 +7,14 @@ be inside of a child that is called as it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import AttentionFound, attention_of
+from .attention import AttentionFound, attention_of, gathered
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .experts import experts_of
 from .in_place import settle_writes
@@ -21,18 +22,19 @@ from .kept import KeptError
 from .norms import norm_of
 from .operations import (
     Activation,
+    Beside,
     Bias,
     Called,
     ColumnScale,
     CrossAttention,
     Dropout,
     Embedding,
+    ForkedAttention,
     Gated,
     Linear,
     LoRALinear,
     MergedLinear,
     Norm,
-    Normalised,
     Operation,
     Parallel,
     Projection,
@@ -43,7 +45,7 @@ from .operations import (
 )
 from .products import product_of
 from .projections import calls_returning, linear_of, vector_of
-from .replay import is_layout, undisturbed
+from .replay import columns_of, is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
 from .values import Values, computed, located
@@ -85,8 +87,6 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
 
-# What rounds its input to the dtype of autocast.
-_LINEAR = Linear, LoRALinear, MergedLinear, Normalised
 _Rule = Callable[[Value, "Value | None"], "Step | None"]
 
 
@@ -105,6 +105,7 @@ class _Grammar:
             self.torch_attention,
             self.experts,
             self.attention,
+            self.columns,
         )
 
     def chain(self, v: Value, base: Value | None, *, is_rounded: bool = False) -> Step:
@@ -135,7 +136,7 @@ class _Grammar:
             step = self.step(end, base)._replace(path=(end,))
             if step.operations:
                 self.check_rounding(step.operations[-1], v, is_rounded)
-                is_rounded = isinstance(step.operations[0], _LINEAR)
+                is_rounded = _rounds(step.operations[0])
             return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(self.values.passed(v), why.reason):
@@ -187,16 +188,6 @@ class _Grammar:
         found = linear_of(self.values, v)
         return None if found is None else Step((found.linear,), found.x, once=found.once)
 
-    def normalised(self, v: Value) -> Step | None:
-        """A linear function, and perhaps a norm of all that it returns."""
-        norm = norm_of(self.values, v, None)
-        if norm is None or norm.factor != 1:
-            return self.linear(v, None)
-        found = linear_of(self.values, norm.x)
-        if found is None or norm.norm.shape != (found.linear.out_features,):
-            return None
-        return Step((Normalised(found.linear, norm.norm),), found.x, once=found.once)
-
     def embedding(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
         if op != "embedding":
@@ -227,7 +218,7 @@ class _Grammar:
                 return Step((found.activation, *_scaled(found.rest.factor)), found.x)
             if len(found.rest.values) == 1 and found.x.shape == found.rest.values[0].shape:
                 try:
-                    return self.gated(found)
+                    return self.gated(found, base)
                 except KeptError as why:
                     reason = reason or why
         streams = [x for x in product.values if vector_of(self.values, x) is None]
@@ -246,7 +237,7 @@ class _Grammar:
         made = [ColumnScale(x.name) for x in product.values if x is not streams[0]]
         return Step((*made, *_scaled(product.factor)), streams[0])
 
-    def gated(self, found: ActivationFound) -> Step:
+    def gated(self, found: ActivationFound, base: Value | None) -> Step:
         """An activation's result times something else."""
         gate, up = found.x, found.rest.values[0]
         operation = Gated(found.activation)
@@ -255,47 +246,55 @@ class _Grammar:
             gate, up, limit, offset = clamped
             operation = Gated(found.activation, limit, offset)
         after = (operation, *_scaled(found.rest.factor))
-        whole = halves_of(self.values, gate, up)
-        if whole is not None:
-            return Step(after, whole)
-        merged = self.merged((gate, up), "a gate or what it multiplies,")
+        halves = halves_of(self.values, gate, up)
+        if halves is not None:
+            whole, order = halves
+            return Step((*gathered(order, whole.shape[-1]), *after), whole)
+        merged = self.merged((gate, up), base)
+        if not isinstance(merged.operations[0], MergedLinear):
+            raise KeptError(computed(up, "gates or multiplies no linear function by"))
         return merged.followed_by(Step(after, merged.source))
-
-    def projection(self, v: Value) -> Step:
-        """A linear function, or a child that is called in its place.
-
-        Raises:
-            KeptError: it is neither.
-        """
-        found = self.normalised(v)
-        called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
-        if found is None and not called:
-            raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
-        return found or called[0]
 
     def projected(self, v: Value) -> Value | None:
         """The input of a projection, of what it returns; None for other values."""
-        found = self.normalised(v)
-        return None if found is None else self.values.peel(found.source)
+        found = linear_of(self.values, v)
+        if found is None:
+            norm = norm_of(self.values, v, None)
+            found = None if norm is None else linear_of(self.values, norm.x)
+        return None if found is None else self.values.peel(found.x)
 
     def called(self, v: Value) -> Value | None:
         """The input of a projection or of a child that may stand for one; None for other values."""
         x, found = self.projected(v), next(calls_returning(self.values, [v]), None)
         return x if x is not None or found is None else self.values.peel(found.x)
 
-    def merged(self, outputs: Sequence[Value], what: str) -> Step:
-        """Projections of one input, side by side."""
-        steps = [self.projection(v) for v in outputs]
-        first, *others = [self.values.peel(step.source) for step in steps]
-        if any(x is not first for x in others):
-            raise KeptError(f"{computed(self.values.peel(outputs[-1]))}, {what} of another input")
-        once = tuple(thing for step in steps for thing in step.once)
-        if not others:
-            return steps[0]
-        projections = tuple(
-            op for step in steps for op in step.operations if isinstance(op, Projection)
-        )
-        return Step((MergedLinear(projections),), steps[0].source, once=once)
+    def merged(self, outputs: Sequence[Value], base: Value | None) -> Step:
+        """Values that are computed of one, side by side."""
+        if len(outputs) == 1:
+            return Step((), outputs[0])
+        if len(set(outputs)) < len(outputs):
+            raise KeptError(computed(outputs[-1], "joins twice what it makes by"))
+        # Of sums with adapters it is asked whether they are rounded.
+        linear = [self.values.peel(v) for v in outputs if linear_of(self.values, v) is not None]
+        self.rounded.update(linear)
+        chains = [self.chain(v, base, is_rounded=True) for v in outputs]
+        shared = self.shared(chains, outputs)
+
+        def after_shared(pair: tuple[Value, Step]) -> Value:
+            v, chain = pair
+            place = chain.path.index(shared)
+            return chain.path[place - 1] if place else v
+
+        steps = []
+        for _, group in itertools.groupby(zip(outputs, chains), after_shared):
+            inner = self.merged([v for v, _ in group], shared)
+            steps.append(self.chain(inner.source, shared, is_rounded=True).followed_by(inner))
+        whole = Step((), shared).followed_by(*steps)
+        projections = tuple(op for op in whole.operations if isinstance(op, Projection))
+        joined: Operation = Beside(tuple(step.operations for step in steps))
+        if all(len(step.operations) == 1 for step in steps) and len(projections) == len(steps):
+            joined = MergedLinear(projections)
+        return whole._replace(operations=(joined,), path=())
 
     def sum(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
@@ -324,8 +323,6 @@ class _Grammar:
         for term in terms:
             if all(self.values.is_ancestor(term, other) for other in terms):
                 stream = term
-        if stream is None:
-            raise KeptError(computed(v, "sums branches by"))
         others = [term for term in terms if term is not stream]
         whole = self.branches(others, stream, Parallel)
         if len(others) < len(terms):
@@ -339,14 +336,23 @@ class _Grammar:
         joined: Callable[[tuple[tuple[Operation, ...], ...]], Operation],
     ) -> Step:
         """Values that are computed of one, joined by an operation."""
-        paths = [self.chain(end, base).path for end in ends]
-        shared = next((v for v in paths[0] if all(v in path for path in paths)), None)
-        if shared is None:
-            raise KeptError(computed(ends[0], "joins branches of several inputs, one made by"))
+        shared = self.shared([self.chain(end, base) for end in ends], ends)
         branches = [self.chain(end, shared) for end in ends]
         step = self.chain(shared, base)
         operations = (*step.operations, joined(tuple(b.operations for b in branches)))
         return step.followed_by(*branches)._replace(operations=operations, path=())
+
+    def shared(self, chains: Sequence[Step], ends: Sequence[Value]) -> Value:
+        """The last value that all of these are computed of.
+
+        Raises:
+            KeptError: there is none.
+        """
+        paths = [chain.path for chain in chains]
+        for v in paths[0]:
+            if all(v in path for path in paths):
+                return v
+        raise KeptError(computed(ends[-1], "joins branches of several inputs, one made by"))
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""
@@ -388,12 +394,25 @@ class _Grammar:
             raise why from None
         return self.attended(found, base)
 
+    def columns(self, v: Value, base: Value | None) -> Step | None:
+        """Some of the columns of rows, or those of several side by side."""
+        op, args = self.values.term(v)
+        if op == "cat" and args[1] in (-1, len(v.shape) - 1):
+            return self.merged(args[0], base)
+        found = columns_of(self.values, v)
+        if found is None or found[0].shape[:-1] != v.shape[:-1]:
+            return None
+        source, columns = found
+        return Step(gathered(columns, source.shape[-1]), source)
+
     def attended(self, found: AttentionFound | None, base: Value | None) -> Step | None:
         """Attention, after the projections of what it attends to."""
         if found is None:
             return None
-        step = self.merged(found.sources, "queries, keys or values")
+        step = self.merged(found.sources, base)
         attend: Operation = found.attention
+        if found.branches:
+            attend = ForkedAttention(found.attention, found.branches)
         once: tuple[Node | Call, ...] = found.once
         if found.memory:
             memory = self.memory(found, base)
@@ -409,7 +428,7 @@ class _Grammar:
         Raises:
             KeptError: they are made of the stream too, or something is not explained.
         """
-        merged = self.merged(found.memory, "keys or values")
+        merged = self.merged(found.memory, None)
         if base is not None and self.values.is_ancestor(base, merged.source):
             raise KeptError(computed(self.values.peel(merged.source), "attends to keys of"))
         before = self.chain(merged.source, None, is_rounded=True)
@@ -423,6 +442,13 @@ def _drawn(v: Value) -> tuple[Node, ...]:
     """The node of a value that depends on random numbers."""
     assert v.node is not None
     return (v.node,)
+
+
+def _rounds(operation: Operation) -> bool:
+    """Whether it rounds its input to the dtype of autocast."""
+    if isinstance(operation, Beside):
+        return all(branch and _rounds(branch[0]) for branch in operation.branches)
+    return isinstance(operation, (Linear, LoRALinear, MergedLinear))
 
 
 def _scaled(factor: float) -> tuple[Operation, ...]:

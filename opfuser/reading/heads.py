@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -27,13 +27,19 @@ _CLOSE = 1e-10
 
 
 class Turn(NamedTuple):
-    """How heads turn: arguments of ``operations.Rotary``."""
+    """How heads turn: arguments of ``operations.Rotary``.
+
+    Attributes:
+        order: of the entries of each head, in which those that turn are the first; empty if they
+            are.
+    """
 
     size: int
     interleaved: bool
     tables: tuple[int, ...]
     repeated: str
     backwards: bool = False
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,20 +47,25 @@ class HeadsFound:
     """The queries, keys or values of attention.
 
     Attributes:
-        source: the output of a projection: a row of columns for each token.
-        x: the input of the projection.
+        sources: the outputs of projections: side by side, a row of columns for each token.
+        inputs: of the projections.
         tokens: b and s.
         columns: (h, d), the columns that are the entries of each head.
         steps: what is done to heads, first to last.
         scale: a factor of them all.
     """
 
-    source: Value
-    x: Value
+    sources: tuple[Value, ...]
+    inputs: frozenset[Value]
     tokens: tuple[int, int]
     columns: Tensor
     steps: tuple[Norm | Turn, ...]
     scale: float
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """That of the entries of each head, if it is another than the module's."""
+        return next((step.order for step in self.steps if isinstance(step, Turn)), ())
 
 
 def heads_of(
@@ -87,27 +98,30 @@ def heads_of(
     scale = 1.0
     while True:
         piece = _piece_of(values, v, projected, places)
-        source, places = piece.source, piece.places
-        x, found = projected(source), norm_of(values, source, None)
-        factor = piece.factor if found is None or x is not None else piece.factor * found.factor
+        sources, places = piece.sources, piece.places
+        inputs = frozenset(x for x in map(projected, sources) if x is not None)
+        found = None if inputs else norm_of(values, sources[0], None)
+        factor = piece.factor if found is None else piece.factor * found.factor
         if factor != 1 and any(isinstance(step, Norm) for step in steps):
             raise KeptError(computed(v, "scales heads before their norm by"))
         scale *= factor
         steps += [piece.turn] if piece.turn else []
-        if x is not None:
-            columns = _columns(places, source)
-            return HeadsFound(source, x, tokens, columns, tuple(steps[::-1]), scale)
-        assert found is not None  # which made it a leaf
+        if found is None:
+            columns = _columns(places, sources)
+            whole = HeadsFound(sources, inputs, tokens, columns, tuple(steps[::-1]), scale)
+            if whole.order and len(steps) > 1:
+                raise KeptError(computed(v, "normalises heads, and turns their last entries by"))
+            return replace(whole, columns=columns[:, list(whole.order)]) if whole.order else whole
         if not _are_rows(places, found.norm.shape):
-            raise KeptError(computed(source, "normalises other than single heads by"))
+            raise KeptError(computed(sources[0], "normalises other than single heads by"))
         steps.append(found.norm)
         v = found.x
 
 
 class _Piece(NamedTuple):
-    """Heads as a rearrangement of ``source``, scaled and perhaps turned."""
+    """Heads as a rearrangement of rows, those of ``sources`` side by side, perhaps turned."""
 
-    source: Value
+    sources: tuple[Value, ...]
     places: Tensor
     factor: float
     turn: Turn | None
@@ -123,20 +137,30 @@ def _piece_of(
 
     leaves = leaves_of(values, v, is_leaf)
     tables = [leaf for leaf in leaves if leaf.origin == "input"]
-    sources = [leaf for leaf in leaves if leaf.origin != "input"]
-    if len(sources) != 1 or not is_leaf(sources[0]):
-        other = next((leaf for leaf in sources if not is_leaf(leaf)), v)
-        raise KeptError(f"{computed(other)}, which attention reads")
-    (source,) = sources
+    sources = tuple(leaf for leaf in leaves if leaf.origin != "input")
+    alone = len(sources) == 1
+    others = [s for s in sources if not (is_leaf(s) if alone else projected(s) is not None)]
+    if not sources or others:
+        raise KeptError(f"{computed(others[0] if others else v)}, which attention reads")
+    widths = [s.shape[-1] for s in sources]
+    rows = sources[0].meta.numel() // widths[0]
+    if any(s.meta.numel() != rows * width for s, width in zip(sources, widths)):
+        raise KeptError(computed(v, "joins heads of several inputs by"))
+
+    def filled(whole: Tensor) -> dict[Value, Tensor]:
+        parts = whole.view(rows, -1).split(widths, -1)
+        return {s: part.reshape(s.shape) for s, part in zip(sources, parts)}
+
     generator = torch.Generator().manual_seed(0)
-    y = random_like(source.shape, generator)
+    y = random_like((rows, sum(widths)), generator)
     for order in itertools.permutations(tables):
         still = _tables_at_rest(order)
-        ones = {source: torch.ones_like(y), **still}
+        ones = {**filled(torch.ones_like(y)), **still}
         factor = float(evaluate(v, ones).flatten()[places.flatten()[0]])
         if not factor:
             continue
-        moved = evaluate(v, {source: indices_like(source), **still}) / factor
+        numbers = torch.arange(y.numel(), dtype=y.dtype, device="cpu")
+        moved = evaluate(v, {**filled(numbers), **still}) / factor
         at = moved.round().long().flatten()[places]
         if not 0 <= int(at.min()) <= int(at.max()) < y.numel():
             continue
@@ -144,15 +168,15 @@ def _piece_of(
         heads = factor * y.flatten()[at]
 
         def computed_with(given: dict[Value, Tensor]) -> Tensor:
-            return evaluate(v, {source: y, **given}).flatten()[places]
+            return evaluate(v, {**filled(y), **given}).flatten()[places]
 
         if not order:
             if _equal(computed_with({}), heads):
-                return _Piece(source, at, factor, None)
+                return _Piece(sources, at, factor, None)
             continue
         turn = _turn_of(values, order, heads, computed_with, generator)
         if turn:
-            return _Piece(source, at, factor, turn)
+            return _Piece(sources, at, factor, _in_order(turn, at[0, 0, 0].tolist()))
     raise KeptError(computed(v, "rearranges or turns heads in an unknown way by"))
 
 
@@ -190,12 +214,32 @@ def _turn_of(
         if of_tokens is None:
             continue
         got = computed_with(dict(zip(tables, _tables_of(angles, repeated, is_complex))))
-        for interleaved, backwards in itertools.product((False, True), repeat=2):
+        entries = tuple(range(heads.shape[-1]))
+        last = entries[-2 * pairs :] + entries[: -2 * pairs]
+        for order, interleaved, backwards in itertools.product(
+            (entries, last), (False, True), (False, True)
+        ):
             angle = -of_tokens if backwards else of_tokens
-            if _equal(got, _turned(heads, angle, interleaved)):
+            if _equal(got[..., order], _turned(heads[..., order], angle, interleaved)):
                 numbers = tuple(map(values.dataflow.inputs.index, tables))
-                return Turn(2 * pairs, interleaved, numbers, repeated, backwards)
+                return Turn(2 * pairs, interleaved, numbers, repeated, backwards, order)
     return None
+
+
+def _in_order(turn: Turn, columns: list[int]) -> Turn:
+    """The turn with the entries that do as neighbours, if they are neighbours in memory.
+
+    Args:
+        turn: with all entries of a head in order, those that turn first.
+        columns: of the entries of one head.
+    """
+    half, order = turn.size // 2, turn.order
+    pairs = zip(order[:half], order[half : turn.size])
+    neighbours = tuple(entry for pair in pairs for entry in pair)
+    steps = {columns[b] - columns[a] for a, b in itertools.pairwise(neighbours)}
+    if not turn.interleaved and half > 1 and steps == {1}:
+        turn, order = turn._replace(interleaved=True), neighbours + order[turn.size :]
+    return turn._replace(order=() if order == tuple(range(len(order))) else order)
 
 
 def _repetitions(table: Value) -> Iterator[tuple[int, str]]:
@@ -246,12 +290,12 @@ def _are_rows(places: Tensor, shape: tuple[int, ...]) -> bool:
     return shape == (size,) and rows
 
 
-def _columns(places: Tensor, source: Value) -> Tensor:
+def _columns(places: Tensor, sources: tuple[Value, ...]) -> Tensor:
     batch, _, sequence, _ = places.shape
-    width = source.shape[-1]
+    width = sum(source.shape[-1] for source in sources)
     tokens = torch.arange(batch * sequence).view(batch, 1, sequence, 1)
     columns = places[:1, :, :1] - tokens[:1, :, :1] * width
-    whole = source.meta.numel() == batch * sequence * width
+    whole = sum(source.meta.numel() for source in sources) == batch * sequence * width
     if not whole or not torch.equal(places, tokens * width + columns):
-        raise KeptError(computed(source, "attends to other rows than those of tokens, made by"))
+        raise KeptError(computed(sources[0], "attends to other rows than those of tokens, made by"))
     return columns[0, :, 0]

@@ -25,6 +25,7 @@ _WITHOUT: dict[str, tuple[str, Callable[..., Any]]] = {
     "__itruediv__": ("div", Tensor.div),
     "index_add_": ("index_add", Tensor.index_add),
 }
+_EMPTY = frozenset("empty empty_like new_empty".split())
 
 
 def settle_writes(dataflow: Dataflow) -> None:
@@ -44,6 +45,10 @@ def settle_writes(dataflow: Dataflow) -> None:
     for number, node in enumerate(dataflow.nodes):
         read_last.update(dict.fromkeys(values_in((node.args, node.kwargs)), number))
     read_last.update(dict.fromkeys(values_in(dataflow.result), len(dataflow.nodes)))
+    for node in dataflow.nodes:
+        if node.op in _EMPTY and not node.effect:
+            (empty,) = node.results
+            _settle_parts(dataflow, empty, [v for _, v in sharing[_memory(empty)]])
     kept = [
         c for c in dataflow.calls if any(n.op == "effect" for n in dataflow.nodes[c.start : c.end])
     ]
@@ -92,6 +97,57 @@ def _is_own(node: Node) -> bool:
         operands = [v.meta if isinstance(v, Value) else v for v in node.args[1:2]]
         return all(torch.result_type(x.meta, operand) == x.meta.dtype for operand in operands)
     return node.kwargs.get("inplace") is True
+
+
+def _settle_parts(dataflow: Dataflow, empty: Value, sharing: list[Value]) -> None:
+    """Makes a tensor whose columns are all written to, part by part, the parts side by side.
+
+    Args:
+        dataflow: of a forward.
+        empty: the tensor, without entries at first.
+        sharing: all values that lie in its memory.
+    """
+    parts: dict[int, Value] = {}
+    known, end, last = {empty}, empty.shape[-1] if empty.shape else 0, None
+    readers = [
+        n for n in dataflow.nodes if any(v in sharing for v in values_in((n.args, n.kwargs)))
+    ]
+    while readers and (found := _part_of(empty, readers[:2])) is not None:
+        start, part = found
+        known.update(readers[0].results + readers[1].results)
+        parts[start], (_, last), readers = part, readers[:2], readers[2:]
+    ends = {start + part.shape[-1] for start, part in parts.items()}
+    whole = {0, *ends} == {end, *parts} and sum(p.shape[-1] for p in parts.values()) == end
+    if last is None or not whole or not known.issuperset(sharing):
+        return
+    read = [v for n in readers for v in values_in((n.args, n.kwargs))]
+    if any(v in known and v is not empty for v in (*read, *values_in(dataflow.result))):
+        return
+    copies = [n for n in dataflow.nodes if n.op == "copy_" and known.issuperset(n.results)]
+    for node in copies:
+        node.effect = ""
+    ordered = [parts[start] for start in sorted(parts)]
+    last.op, last.function, last.args, last.kwargs = "cat", torch.cat, (ordered, -1), {}
+    last.results, empty.node = [empty], last
+    empty.requires_grad = any(part.requires_grad for part in ordered)
+
+
+def _part_of(empty: Value, nodes: list[Node]) -> tuple[int, Value] | None:
+    """(the first column, what is copied there), if one node takes columns and the next copies."""
+    if [n.op for n in nodes] != ["__getitem__", "copy_"] or nodes[0].place != nodes[1].place:
+        return None
+    (x, index), (view, *others) = nodes[0].args, nodes[1].args
+    slices = type(index) is tuple and len(index) == 2 and index[0] is ... and index[1:]
+    if x is not empty or [view] != nodes[0].results or len(others) != 1 or nodes[1].kwargs:
+        return None
+    (part,) = others
+    if not slices or type(slices[0]) is not slice or not isinstance(part, Value):
+        return None
+    if _memory(part) == _memory(empty):
+        return None
+    start, _, step = slices[0].indices(empty.shape[-1])
+    same = (part.shape, part.meta.dtype) == (view.shape, view.meta.dtype) and step == 1
+    return (start, part) if same and nodes[1].effect == "writes in place by copy_" else None
 
 
 def _settle(node: Node) -> None:

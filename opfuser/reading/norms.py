@@ -9,6 +9,7 @@ from .arguments import is_number
 from .dataflow import Value
 from .operations import Norm
 from .products import Product, product_of
+from .projections import vector_of
 from .values import Values
 
 __all__ = ["NormFound", "norm_of"]
@@ -30,9 +31,12 @@ def norm_of(values: Values, v: Value, base: Value | None) -> NormFound | None:
         return _norm_by_function(values, v)
     if op == "add" and isinstance(args[1], Value):
         for bias, inner in (args, args[::-1]):
-            found = norm_of(values, inner, base) if _is_vector(values, bias, v) else None
+            vector = vector_of(values, bias)
+            if vector is None or vector.shape != v.shape[-1:]:
+                continue
+            found = norm_of(values, inner, base)
             if found and found.norm.centred and found.norm.bias is None and found.factor == 1:
-                norm = replace(found.norm, bias=values.peel(bias).name)
+                norm = replace(found.norm, bias=vector.name)
                 return NormFound(norm, found.x, 1.0)
         return None
     product = product_of(values, v, base)
@@ -53,8 +57,8 @@ def _norm_by_function(values: Values, v: Value) -> NormFound | None:
             return None
         norm = replace(norm, weight=found[0], zero_centred_weight=found[1])
     if bias and bias[0] is not None:
-        vector = values.peel(bias[0])
-        if vector.origin != "parameter" or vector.shape != shape:
+        vector = vector_of(values, bias[0])
+        if vector is None or vector.shape != shape:
             return None
         norm = replace(norm, bias=vector.name)
     return NormFound(norm, values.peel(x), 1.0)
@@ -110,15 +114,5 @@ def _weight_of(values: Values, v: Value, shape: tuple[int, ...]) -> tuple[str, b
     """The path of the parameter that scales a norm, and whether one is added to it."""
     op, args = values.term(v)
     plus_one = op == "add" and is_number(args[1]) and args[1] == 1
-    weight = values.peel(args[0] if plus_one else v)
-    if weight.origin != "parameter" or weight.shape != shape:
-        return None
-    return weight.name, plus_one
-
-
-def _is_vector(values: Values, v: object, like: Value) -> bool:
-    """Whether it is a parameter with a number per column."""
-    if not isinstance(v, Value):
-        return False
-    v = values.peel(v)
-    return v.origin == "parameter" and v.shape == like.shape[-1:]
+    weight = vector_of(values, args[0] if plus_one else v)
+    return None if weight is None or weight.shape != shape else (weight.name, plus_one)

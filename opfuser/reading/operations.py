@@ -33,10 +33,11 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class _WithLinear(Operation):
-    """A linear function, and more that leaves its sizes as they are."""
+class LoRALinear(Operation):
+    """A linear function plus adapters of the same input."""
 
-    linear: Linear | LoRALinear
+    linear: Linear
+    adapters: tuple[Adapter, ...]
 
     @property
     def in_features(self) -> int:
@@ -47,14 +48,6 @@ class _WithLinear(Operation):
     def out_features(self) -> int:
         """The last dimension of the output."""
         return self.linear.out_features
-
-
-@dataclass(frozen=True)
-class LoRALinear(_WithLinear):
-    """A linear function plus adapters of the same input."""
-
-    linear: Linear
-    adapters: tuple[Adapter, ...]
 
 
 @dataclass(frozen=True)
@@ -101,14 +94,7 @@ class Norm(Operation):
     zero_centred_weight: bool = False
 
 
-@dataclass(frozen=True)
-class Normalised(_WithLinear):
-    """A linear function, and a norm of all that it returns."""
-
-    norm: Norm
-
-
-Projection = Linear | LoRALinear | Called | Normalised
+Projection = Linear | LoRALinear | Called
 
 
 @dataclass(frozen=True)
@@ -149,13 +135,17 @@ class Gated(Operation):
 
 @dataclass(frozen=True)
 class ExpertsLinear:
-    """``y = x W_e^T + b_e`` for rows of expert e; weights (count, out, in), biases (count, out)."""
+    """``y = x W_e^T + b_e`` for rows of expert e; biases (count, out).
+
+    Weights are (count, out, in), or with ``transposed`` (count, in, out).
+    """
 
     weight: str
     bias: str | None
     count: int
     in_features: int
     out_features: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,10 +201,14 @@ class ColumnScale(Operation):
 
 @dataclass(frozen=True)
 class Reorder(Operation):
-    """The last dimension in blocks of ``size``, of which block i was number ``blocks[i]``."""
+    """Blocks of the last dimension, each of ``size``: block i was number ``blocks[i]`` of so many.
+
+    Some may be left out, and some be there several times.
+    """
 
     blocks: tuple[int, ...]
     size: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -302,6 +296,14 @@ class Attention(Operation):
 
 
 @dataclass(frozen=True)
+class ForkedAttention(Operation):
+    """Attention of queries, keys and values that branches, in this order, make of one input."""
+
+    attention: Attention
+    branches: tuple[tuple[Operation, ...], ...]
+
+
+@dataclass(frozen=True)
 class CrossAttention(Operation):
     """Attention of queries, which it is given, to keys and values of another input.
 
@@ -326,6 +328,13 @@ class Residual(Operation):
 @dataclass(frozen=True)
 class Parallel(Operation):
     """``y = f(x) + g(x) + ...``."""
+
+    branches: tuple[tuple[Operation, ...], ...]
+
+
+@dataclass(frozen=True)
+class Beside(Operation):
+    """``y = [f(x), g(x), ...]``, side by side in the last dimension."""
 
     branches: tuple[tuple[Operation, ...], ...]
 

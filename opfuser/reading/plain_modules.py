@@ -7,36 +7,88 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
+from ..tracing import stands_in
 from .dataflow import tensors_in
 
-__all__ = ["Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
+__all__ = ["Beside", "Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
 
 
 class Reorder(nn.Module):
-    """Blocks of the last dimension in another order."""
+    """Blocks of the last dimension in another order, some of them left out or repeated.
 
-    def __init__(self, blocks: tuple[int, ...], size: int) -> None:
+    Args:
+        blocks: the number of each block in the input.
+        size: of a block.
+        count: of the blocks of the input.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], size: int, count: int) -> None:
         super().__init__()
-        self.size = size
-        self.blocks = list(blocks)
-        rows = blocks.index(1) if 1 in blocks else len(blocks)
-        numbers = torch.arange(len(blocks))
-        regular = len(blocks) % rows == 0 and numbers.view(rows, -1).T.flatten().tolist()
-        self.rows = rows if regular == self.blocks else 0
-        """The rows of a table of blocks whose columns follow one another in the output; or 0."""
+        self.blocks, self.size, self.count = blocks, size, count
+        rows = max(1, blocks.index(1) if 1 in blocks else count)
+        regular = count % rows == 0 and torch.arange(count).view(rows, -1).T.flatten().tolist()
+        self.rows = rows if regular == [*blocks] else 0
+        """Of the table of blocks whose columns stand one behind another in the output."""
+        self._indices: dict[torch.device, _Indices] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, copied in order."""
         if self.rows:
             table: Tensor = x.unflatten(-1, (self.rows, -1, self.size))
             return table.transpose(-3, -2).flatten(-3)
-        whole: Tensor = x.unflatten(-1, (-1, self.size))
-        return whole[..., self.blocks, :].flatten(-2)
+        first, end = self.blocks[0], self.blocks[-1] + 1
+        if self.blocks == tuple(range(first, end)):
+            return x[..., first * self.size : end * self.size]
+        indices = self._indices.get(x.device)
+        if indices is None or stands_in(x):
+            indices = _indices_of(self.blocks, x.device)
+            if not stands_in(x):
+                self._indices[x.device] = indices
+        take: Any = _Taken.apply
+        y: Tensor = take(x.unflatten(-1, (self.count, self.size)), *indices)
+        return y.flatten(-2)
+
+
+# The number of each block, and of those that are there as often, the numbers and where they are.
+_Indices = tuple[Tensor, list[tuple[Tensor, Tensor]]]
+
+
+def _indices_of(blocks: tuple[int, ...], device: torch.device) -> _Indices:
+    found: dict[int, list[int]] = {}
+    for place, block in enumerate(blocks):
+        found.setdefault(block, []).append(place)
+    alike: dict[int, dict[int, list[int]]] = {}
+    for block, where in found.items():
+        alike.setdefault(len(where), {})[block] = where
+
+    def index(numbers: Any) -> Tensor:
+        return torch.tensor([*numbers], device=device)
+
+    return index(blocks), [(index(each), index(each.values())) for each in alike.values()]
+
+
+class _Taken(torch.autograd.Function):
+    """Blocks of the last dimension but one; gradients of those that are repeated are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, taken: Tensor, places: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.shape, ctx.places = x.shape, places
+        return x.index_select(-2, taken)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx = dy.new_zeros(ctx.shape)
+        for blocks, places in ctx.places:
+            # At once, not one by one in the dtype of the tensor.
+            dx.index_copy_(-2, blocks, dy[..., places, :].sum(-2))
+        return dx, None, None
 
 
 class ColumnScale(nn.Module):
@@ -156,3 +208,15 @@ class Child(nn.Module):
                 )
             )
         return y
+
+
+class Beside(nn.Module):
+    """What several modules compute, side by side in the last dimension."""
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Their results for an input."""
+        return torch.cat([branch(x) for branch in self.branches], -1)

@@ -20,6 +20,7 @@ from .kept import KeptError
 from .values import Values, computed
 
 __all__ = [
+    "columns_of",
     "evaluate",
     "indices_like",
     "is_layout",
@@ -71,6 +72,24 @@ def source_of(values: Values, v: Value) -> Value | None:
     """The value whose entries are those of a value, in another order; None if it has several."""
     leaves = _leaves(v, lambda at: is_layout(values, at))
     return leaves[0] if len(leaves) == 1 else None
+
+
+def columns_of(values: Values, v: Value) -> tuple[Value, Tensor] | None:
+    """(a value, which of its columns each row has), if rows are columns of the rows of another.
+
+    It is the first value that is so, of those that the entries have passed.
+    """
+    found, source = None, v
+    while source.node is not None and is_layout(values, source) and v.shape and v.meta.numel():
+        inner = list(values_in((source.node.args, source.node.kwargs)))
+        if len(inner) != 1 or not inner[0].shape:
+            break
+        (source,) = inner
+        places, width = origin_of(v, source).reshape(-1, v.shape[-1]), source.shape[-1]
+        rows = width * torch.arange(len(places), device="cpu")[:, None]
+        if width * len(rows) == source.meta.numel() and torch.equal(places, places[:1] + rows):
+            found = source, places[0]
+    return found
 
 
 def _leaves(v: Value, is_followed: Callable[[Value], bool]) -> list[Value]:

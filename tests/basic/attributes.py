@@ -310,6 +310,7 @@ CASES: dict[str, Case] = {
             "scale_bias": ReadOnly(True),
             "single_grouped_weight": ReadOnly(True),
             "single_grouped_bias": ReadOnly(True),
+            "weight_transposed": ReadOnly(True),
             "delay_wgrad_compute": Change(True),
             **ACCUMULATE,
         },

@@ -32,6 +32,7 @@ def a_linear_per_group(op: GroupedLinear, x: Tensor, sizes: Tensor, *scales: Ten
     lengths, p = sizes.tolist(), dict(op.named_parameters())
     groups = range(len(lengths))
     weights = p["weight"] if op.single_grouped_weight else [p[f"weight{g}"] for g in groups]
+    weights = [w.t() if op.weight_transposed else w for w in weights]
     biases = p["bias"] if "bias" in p else [p.get(f"bias{g}") for g in groups]
     rows = x.reshape(-1, x.shape[-1]).split(lengths)
     if scales:

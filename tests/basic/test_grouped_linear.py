@@ -28,6 +28,9 @@ from tests.basic.values import check_values
     [
         ([3, 3, 3], False, "bias"),
         ([3, 3, 3], True, "scaled bias"),
+        ([3, 3, 3], False, "scaled bias, transposed"),
+        ([1, 6, 2], True, "bias, transposed"),
+        ([0, 5, 0], True, "no bias, transposed"),
         ([1, 6, 2], False, "scaled bias"),
         ([1, 6, 2], True, "no bias"),
         ([0, 5, 0], True, "bias"),
@@ -40,15 +43,16 @@ from tests.basic.values import check_values
 )
 def test_as_exact_as_torch(sizes: list[int], single: bool, mode: str, device: torch.device) -> None:
     op = grouped(
-        bias=mode != "no bias",
-        scale_bias=mode == "scaled bias",
+        bias="no bias" not in mode,
+        scale_bias="scaled bias" in mode,
         single_grouped_weight=single,
         single_grouped_bias=single,
+        weight_transposed="transposed" in mode,
         device=device,
     )
     x = torch.randn(sum(sizes), 5, device=device)
     extras = [torch.tensor(sizes, device=device)]
-    if mode == "scaled bias":
+    if op.scale_bias:
         extras.append(torch.rand(sum(sizes), device=device))
     # The split sizes are values, which would no longer add up to the number of rows.
     check_values(op, x, *extras, zero_rows=False)
@@ -70,20 +74,20 @@ def test_split_sizes_of_any_integer_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sizes", "scaled", "single"),
+    ("sizes", "scaled", "single", "transposed"),
     [
-        ([16, 8, 24], False, False),
-        ([16, 8, 24], True, True),
-        ([1, 6, 2], True, False),
-        ([1, 6, 2], False, True),
-        ([0, 5, 0], False, False),
-        ([0, 5, 0], True, True),
-        ([0, 0, 0], True, False),
+        ([16, 8, 24], False, False, False),
+        ([16, 8, 24], True, True, True),
+        ([1, 6, 2], True, False, True),
+        ([1, 6, 2], False, True, False),
+        ([0, 5, 0], False, False, True),
+        ([0, 5, 0], True, True, False),
+        ([0, 0, 0], True, False, False),
     ],
     ids=str,
 )
 def test_grouped_gemm_of_the_device(
-    single: bool, scaled: bool, sizes: list[int], no_waiting: Any
+    single: bool, scaled: bool, transposed: bool, sizes: list[int], no_waiting: Any
 ) -> None:
     op = grouped(
         in_features=32,
@@ -91,6 +95,7 @@ def test_grouped_gemm_of_the_device(
         scale_bias=scaled,
         single_grouped_weight=single,
         single_grouped_bias=single,
+        weight_transposed=transposed,
         dtype=torch.bfloat16,
         device="cuda",
     )

@@ -73,20 +73,21 @@ def test_fp32_main_grad_of_bf16_weights(single: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "single", "delay"),
+    ("how", "single", "delay", "transposed"),
     [
-        ("functional_call", False, True),
-        ("functional_call", True, False),
-        ("replaced", True, True),
-        ("cleared", False, False),
+        ("functional_call", False, True, True),
+        ("functional_call", True, False, False),
+        ("replaced", True, True, True),
+        ("cleared", False, False, False),
     ],
 )
 def test_main_grad_belongs_to_the_weights_that_forward_used(
-    how: str, single: bool, delay: bool
+    how: str, single: bool, delay: bool, transposed: bool
 ) -> None:
     op = grouped(
         bias=False,
         single_grouped_weight=single,
+        weight_transposed=transposed,
         accumulate_into_main_grad=True,
         delay_wgrad_compute=delay,
     )
@@ -105,7 +106,7 @@ def test_main_grad_belongs_to_the_weights_that_forward_used(
     y.sum().backward()
     if delay:
         op.backward_dw()
-    expected = [torch.full((4, 5), n) for n in (2.0, 3.0, 4.0)]
+    expected = [torch.full((5, 4) if transposed else (4, 5), n) for n in (2.0, 3.0, 4.0)]
     expected = [torch.stack(expected)] if single else expected
     added = [w.main_grad - b for w, b in zip((*used, *others), before)]
     torch.testing.assert_close(added, [*expected, *[torch.zeros_like(w) for w in others]])

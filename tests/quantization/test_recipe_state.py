@@ -156,6 +156,7 @@ def test_who_follows_a_recipe() -> None:
         "stacked": opfuser.GroupedLinear(2, 32, 32, single_grouped_weight=True),
         "in_fp64": opfuser.Linear(32, 32, dtype=torch.float64),
         "transposed": opfuser.BasicLinear(32, 32, weight_transposed=True),
+        "grouped_transposed": opfuser.GroupedLinear(2, 32, 32, weight_transposed=True),
         "subclass": Own(32, 32),
         "left_out": left_out,
         "other": inner,

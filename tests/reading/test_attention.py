@@ -140,9 +140,113 @@ def test_heads_of_one_projection_in_another_order_are_read() -> None:
         return q, k, v
 
     blocks = tuple(torch.arange(3 * HEADS).view(HEADS, 3).T.flatten().tolist())
-    assert found(example_of(heads=heads), Reorder) == Reorder(blocks, SIZE)
-    blocks = (*range(4, 12), *range(4))
-    assert found(example_of(heads=swapped), Reorder) == Reorder(blocks, SIZE)
+    assert found(example_of(heads=heads), Reorder) == Reorder(blocks, SIZE, len(blocks))
+    assert found(example_of(heads=swapped), Reorder) == Reorder((1, 2, 0), WIDTH, 3)
+
+
+def test_a_part_of_what_a_projection_returns_is_read() -> None:
+    def heads(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = m.qkv(x).unflatten(-1, (3, HEADS, SIZE)).permute(2, 0, 3, 1, 4)
+        return q[..., 3:], k[..., :5], v[..., 1:7]
+
+    example = example_of(heads=heads)
+    example.module.out = nn.Linear(HEADS * 6, WIDTH).double()
+    reorder = found(example, Reorder)
+    assert (reorder.size, reorder.count, len(reorder.blocks)) == (1, 96, HEADS * (5 + 5 + 6))
+
+
+class Latent(nn.Module):
+    """Queries, keys and values of which parts are made of fewer numbers, as in DeepSeek.
+
+    Args:
+        turn: what is done to the last entries of queries and keys, with cosine and sine.
+        sizes: of the entries of heads that do not turn, that do, and of values.
+    """
+
+    def __init__(self, turn: Callable[..., Tensor], sizes: tuple[int, int, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn, self.sizes = turn, sizes
+        still, turning, values = sizes
+        self.q_down, self.q_up = nn.Linear(WIDTH, 12), nn.Linear(12, HEADS * (still + turning))
+        self.kv_down = nn.Linear(WIDTH, 10 + turning)
+        self.kv_up = nn.Linear(10, HEADS * (still + values))
+        self.q_norm, self.kv_norm = nn.RMSNorm(12, eps=1e-5), nn.RMSNorm(10, eps=1e-5)
+        self.out = nn.Linear(HEADS * values, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        still, turning, values = self.sizes
+        q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        q, q_turning = q.split([still, turning], -1)
+        latent, k_turning = self.kv_down(x).split([10, turning], -1)
+        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = kv.split([still, values], -1)
+        k_turning = self.turn(k_turning[:, None], cos, sin).expand(-1, HEADS, -1, -1)
+        keys = k.new_empty(*k.shape[:-1], still + turning)
+        keys[..., still:].copy_(k_turning)
+        keys[..., :still].copy_(k)
+        q = torch.cat([q, self.turn(q_turning, cos, sin)], -1)
+        return self.out(joined(F.scaled_dot_product_attention(q, keys, v, is_causal=True)))
+
+
+def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours turn, and are no neighbours behind it."""
+    a, b, half = x[..., ::2], x[..., 1::2], x.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@pytest.mark.parametrize("turn", [turned, neighbours])
+@pytest.mark.parametrize("sizes", [(6, 4, 10), (6, 4, 7), (3, 8, 5)])
+def test_latent_attention_is_read(turn: Any, sizes: tuple[int, int, int]) -> None:
+    example = Example(Latent(turn, sizes), (stream().requires_grad_(), *angles(sizes[1])))
+    rotary = found(example, Rotary)
+    of_other_size = sizes[0] + sizes[1] != sizes[2]
+    assert rotary.heads.keys == (0 if of_other_size else HEADS)
+    assert (rotary.size, rotary.interleaved) == (sizes[1], turn is neighbours)
+
+
+class Cached(Attends):
+    """Attention whose heads turn at their ends, with a cache."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        q, k, v = split(self, x)
+        q, k = (torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k))
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        return self.out(joined(causal(q, k, v)))
+
+
+def test_heads_whose_ends_turn_are_not_cached() -> None:
+    """As the cache would get their entries in the order in which they turn."""
+    given = stream(), *angles(4)
+    assert found(Example(Cached(), (*given, None)), Rotary).size == 4
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), pytest.raises(KeptError, match="turns the last entries of keys"):
+        read(trace(Cached(), (*given, cache), {}).dataflow)
+
+
+def test_heads_whose_ends_turn_after_a_norm() -> None:
+    def heads(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        q, k = (F.rms_norm(t, (SIZE,), None, 1e-5) for t in (q, k))
+        return *(torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k)), v
+
+    with pytest.raises(KeptError, match="normalises heads, and turns their last entries"):
+        read_of(example_of(*angles(4), heads=heads))
+
+
+def test_norms_of_heads_beside_values_of_another_size() -> None:
+    def heads(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        q, k = (F.rms_norm(t, (SIZE,), None, 1e-5) for t in (q, k))
+        return q, k, v[..., :5]
+
+    module = Attends(heads)
+    module.out = nn.Linear(HEADS * 5, WIDTH).double()
+    with pytest.raises(KeptError, match="norms of heads beside values of another size"):
+        read_of(Example(module, (stream(),)))
 
 
 def test_a_part_of_heads_that_turns_after_a_norm_is_read() -> None:
@@ -194,10 +298,6 @@ def test_attention_to_another_input_is_read(fused: bool, masked: bool) -> None:
     masks = [torch.rand(BATCH, 1, LENGTH, LENGTH + 4) > 0.3] if masked else []
     memory = torch.randn(BATCH, LENGTH + 4, WIDTH, dtype=torch.float64, requires_grad=True)
     example = example_of(memory, *masks, heads=heads, core=core)
-    if fused:
-        with pytest.raises(KeptError, match="a part of what its projections return"):
-            read_of(example)
-        example.module.qkv = nn.Linear(WIDTH, 2 * WIDTH).double()
     kind = found(example, CrossAttention)
     assert (kind.input, kind.attention.scale, len(kind.attention.masks)) == (1, 0.5, masked)
     assert kind.attention.heads == Heads(HEADS, HEADS if fused else KEYS, SIZE, SIZE)
@@ -343,7 +443,7 @@ KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
     "values of another input": (
         {"heads": lambda m, x, y: (*split(m, x)[:2], split(m, y)[2])},
         (stream(),),
-        "of another input",
+        "joins branches of several inputs",
     ),
     "joined otherwise": (
         {"join": lambda y: y.flatten(2).mT.reshape(y.shape[0], y.shape[2], -1)},

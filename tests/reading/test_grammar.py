@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,15 @@ def test_an_activation_is_read_however_it_is_written(name: str) -> None:
     assert operations == (activation,)
 
 
+def test_an_activation_of_a_sum_with_an_adapter_is_read() -> None:
+    def written(m: Any, x: Tensor) -> Tensor:
+        y = m.up(x) + 0.5 * F.linear(F.linear(x, m.down.weight), m.gate.weight)
+        return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+    *_, activation = operations_of(written)
+    assert activation == Activation("gelu by tanh")
+
+
 def test_gates_are_read_of_two_projections_and_of_one() -> None:
     (_, gated, _) = operations_of(lambda m, x: m.down(m.up(x) * F.silu(m.gate(x))))
     assert gated == Gated(Activation("silu"))
@@ -156,6 +166,16 @@ def test_gates_are_read_of_two_projections_and_of_one() -> None:
         lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (1, 0)))
     )
     assert gated == Gated(Activation("relu"))
+    _, reorder, gated = operations_of(
+        lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (0, 1)))
+    )
+    assert (reorder.blocks, gated) == ((1, 0), Gated(Activation("relu")))
+    _, reorder, gated = operations_of(
+        lambda m, x: torch.mul(
+            *map(_activated, m.wide(x).unflatten(-1, (-1, 2)).unbind(-1), (1, 0))
+        )
+    )
+    assert (reorder.size, gated) == (1, Gated(Activation("relu")))
     _, gated = operations_of(
         lambda m, x: F.silu(m.gate(x).clamp(max=0.25)) * (m.up(x).clamp(-0.25, 0.25) + 1)
     )
@@ -271,10 +291,6 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "reads the result of dropout, or of a child that is called, twice",
     ),
     "a broadcast sum": (lambda m, x: m.up(x) + m.up(x[:1]), "broadcasts by add"),
-    "gates in the second half": (
-        lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (0, 1))),
-        "opfuser has no operation for gates in the second half",
-    ),
     "gates by GELU": (
         lambda m, x: F.gelu(m.gate(x)) * m.up(x),
         "opfuser has no operation that gates by gelu",

@@ -78,6 +78,42 @@ def of_a_view(self: Layers, x: Tensor) -> Tensor:
     return x + y.view(x.shape)
 
 
+def parts(*ends: int, first: int = 0, step: int = 1, like: Any = None) -> Callable[..., Tensor]:
+    """Columns of a tensor without entries, to which those of two layers are copied in turn.
+
+    Args:
+        ends: where the columns of each end, of which the next ones begin there.
+        first: where the last ones begin.
+        step: between columns.
+        like: makes something else of what is copied.
+    """
+
+    def function(self: Layers, x: Tensor) -> Tensor:
+        y, start = x.new_empty(*x.shape[:-1], WIDTH), 0
+        for n, end in enumerate(ends):
+            source = (self.b(x) if n % 2 else self.a(x))[..., start:end:step]
+            y[..., start:end:step].copy_(source if like is None else like(source))
+            start = end if n + 2 < len(ends) else end + first
+        return x + y
+
+    return function
+
+
+def after_the_next(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., 5:].copy_(self.a(x)[..., 5:])
+    y[..., :5].copy_(self.b(x)[..., :5])
+    return x + y
+
+
+def twice(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., :5].copy_(self.a(x)[..., :5])
+    y[..., :5].copy_(self.b(x)[..., :5])
+    y[..., 5:].copy_(self.a(x)[..., 5:])
+    return x + y
+
+
 READ: dict[str, Callable[..., Tensor]] = {
     "sum": summed,
     "residual": residual,
@@ -87,6 +123,10 @@ READ: dict[str, Callable[..., Tensor]] = {
     "bias": lambda self, x: x + self.a(self.norm(x)).add_(self.gamma),
     "ReLU": lambda self, x: self.b(F.relu(self.a(x), inplace=True)),
     "SiLU": lambda self, x: self.b(F.silu(self.a(x), inplace=True)),
+    "parts": parts(5, WIDTH),
+    "many parts": parts(3, 9, 20, WIDTH),
+    "a part after the next": after_the_next,
+    "a part twice": twice,
     "dropout": lambda self, x: x + F.dropout(self.a(x), 0.0, True, True),
 }
 
@@ -144,6 +184,30 @@ def without_gradients(self: Layers, x: Tensor) -> Tensor:
     return y
 
 
+def seen_in_between(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., :5].copy_(self.a(x)[..., :5])
+    z = y[..., :5] * 2
+    y[..., 5:].copy_(self.a(x)[..., 5:])
+    return x + torch.cat([z, y[..., 5:]], -1)
+
+
+def with_a_view(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    view = y[..., :5]
+    view.copy_(self.a(x)[..., :5])
+    y[..., 5:].copy_(self.a(x)[..., 5:])
+    return x + torch.cat([view * 2, y[..., 5:]], -1)
+
+
+def of_its_own_part(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., :16].copy_(self.a(x)[..., :16])
+    y[..., 16:].copy_(y[..., :16])
+    return x + y
+
+
+_EMPTY = "computes (new_empty|empty_like)|writes in place"
 KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a view sees it": (seen_by_a_view, "writes in place by add_"),
     "a part": (of_a_part, "writes in place by __setitem__"),
@@ -154,6 +218,17 @@ KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "rounded": (wider, "rounds to float32|writes in place"),
     "itself": (of_itself, "writes in place by add_"),
     "without gradients": (without_gradients, "with gradients switched"),
+    "parts that leave columns out": (parts(5, WIDTH, first=1), _EMPTY),
+    "parts that overlap": (parts(5, WIDTH, first=-1), _EMPTY),
+    "every other column of a part": (parts(5, WIDTH, step=2), _EMPTY),
+    "a part that is broadcast": (parts(5, WIDTH, like=lambda y: y[:1]), _EMPTY),
+    "a part that is rounded": (parts(5, WIDTH, like=lambda y: y.float()), _EMPTY),
+    "parts that are seen in between": (
+        seen_in_between,
+        _EMPTY,
+    ),
+    "a view of parts": (with_a_view, _EMPTY),
+    "a part of itself": (of_its_own_part, _EMPTY),
     "another function": (lambda self, x: self.a(x).exp_(), "writes in place by exp_"),
     "alpha": (lambda self, x: self.a(x).add_(x, alpha=2), "computes add"),
 }
