@@ -20,7 +20,7 @@ from . import context_parallel, cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
 from .flash_attn import FLASH_ATTN
-from .flex_compiled import FLEX
+from .flex_kernel import FLEX
 from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
 from .te import TE
 

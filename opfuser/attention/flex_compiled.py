@@ -24,16 +24,11 @@ from .. import torch_internals as internals
 from ..recording import unwatched
 from ..tracing import stands_in
 from .blockwise import BLOCKWISE
-from .call import Call, Heads, Kernel, Request, Result
+from .call import Call, Heads, Result
 from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients, to_base_2
-from .sdpa import HALF, capability, first, has_little_shared_memory
 
-__all__ = ["FLEX"]
+__all__ = ["backward", "forward", "prepare"]
 
-_LARGEST = 256  # entries of a head for which torch has sizes of blocks, on every GPU
-# Of 192 and 256 entries, torch 2.13 gives kernels for capability 8.9 that ask for 133 to 148 KiB of
-# shared memory, and there are 99.
-_LARGEST_OF_SMALL = 128
 _HOW: Any = {"options": {"triton.cudagraphs": False}}
 _ONE_BLOCK = 128  # up to this length torch's graph has one block, and guards that
 
@@ -251,11 +246,8 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _prepare(x: Heads, call: Call, differentiable: bool) -> str | None:
+def prepare(x: Heads, call: Call, differentiable: bool) -> str | None:
     """Compiles what a call of this kind needs, unless it is there; says why it cannot."""
-    if torch.compiler.is_dynamo_compiling():
-        # Its variable for the operator takes no captured tensors.
-        return "Dynamo does not trace it"
     if not _is_compiled(x.q):
         return None
     kind = _kind_of(x, call, form_of(x, call))
@@ -290,7 +282,8 @@ def _attempt(kind: _Kind, differentiable: bool) -> _Compiled:
     return made
 
 
-def _forward(x: Heads, call: Call) -> Result:
+def forward(x: Heads, call: Call) -> Result:
+    """As the kernel of :mod:`.flex_kernel`."""
     form = form_of(x, call)
     if not _is_compiled(x.q):
         return Result(*attend(form, x, given_of(x, call, form)))
@@ -300,7 +293,8 @@ def _forward(x: Heads, call: Call) -> Result:
         return Result(*compiled(*_inputs(x, call, form)))
 
 
-def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
+def backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
+    """As the kernel of :mod:`.flex_kernel`."""
     assert r.logsumexp is not None
     form = form_of(x, call)
     if not _is_compiled(x.q):
@@ -325,29 +319,3 @@ def _for_backward(kind: _Kind) -> Callable[..., Any] | None:
         with _lock:
             found = _attempt(kind, True)
     return None if found is None else found.backward
-
-
-def _refusal(r: Request) -> str | None:
-    reason = first(
-        (r.device.type != "cuda", f"it runs on a GPU, not on {r.device.type}"),
-        (r.empty, "there is no element"),
-        # In fp32, torch gives its backward blocks of 16 x 16, and no tensor cores.
-        (r.dtype not in HALF, f"it is taken for fp16 and bf16, not for {r.dtype}"),
-        (r.dropout > 0, "it has no dropout"),
-        (min(r.head_dim, r.v_head_dim) < 16, "heads have less than 16 entries"),
-        (max(r.head_dim, r.v_head_dim) > _LARGEST, f"heads have more than {_LARGEST} entries"),
-    )
-    if reason is not None:
-        return reason
-    major, minor = capability(r.device)
-    small = has_little_shared_memory(major, minor)
-    return first(
-        (major < 8, f"it needs compute capability 8.0, have {major}.{minor}"),
-        (
-            small and max(r.head_dim, r.v_head_dim) > _LARGEST_OF_SMALL,
-            f"heads have more than {_LARGEST_OF_SMALL} entries: this GPU has little shared memory",
-        ),
-    )
-
-
-FLEX = Kernel(_refusal, _forward, _backward, prepare=_prepare)

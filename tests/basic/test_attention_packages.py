@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opfuser import DotProductAttention, Sequential, libraries
-from opfuser.attention import choice, cudnn_versions, flash_attn, flex_compiled, te
+from opfuser.attention import choice, cudnn_versions, flash_attn, flex_kernel, te
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
@@ -142,7 +142,7 @@ def test_reasons(kernel: str, change: dict[str, Any], reason: str | None) -> Non
 
 @pytest.mark.parametrize("kernel", ["flash_attn", "flex", "te"])
 def test_older_gpus(kernel: str, packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "flex_compiled" if kernel == "flex" else kernel
+    where = "flex_kernel" if kernel == "flex" else kernel
     own = sys.modules[f"opfuser.attention.{where}"]
     monkeypatch.setattr(own, "capability", lambda _: (7, 5))
     reason = "it needs compute capability 8.0, have 7.5"
@@ -150,7 +150,7 @@ def test_older_gpus(kernel: str, packages: ModuleType, monkeypatch: pytest.Monke
 
 
 def test_small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_compiled, "capability", lambda _: (8, 9))
+    monkeypatch.setattr(flex_kernel, "capability", lambda _: (8, 9))
     assert KERNELS["flex"].refusal(HOPPER._replace(head_dim=128)) is None
     reason = KERNELS["flex"].refusal(HOPPER._replace(v_head_dim=192))
     assert reason == "heads have more than 128 entries: this GPU has little shared memory"
