@@ -13,6 +13,8 @@ import torch
 
 from opfuser.fused.parts.pipeline import Pipeline
 
+pytest_plugins = ["tests.kernels.bounds"]
+
 HAS_CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"]
 

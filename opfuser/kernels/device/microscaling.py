@@ -207,9 +207,9 @@ def _block_scales(amax, inverse):
 
 
 @triton.jit
-def _store_tensor_scale(ptr, blocks, inverse):
-    """The scale g behind those of blocks, by one program."""
-    ptr = ptr.to(tl.pointer_type(tl.float32), bitcast=True) + blocks // 4
+def _store_tensor_scale(ptr, RP, blocks, inverse):
+    """The scale g behind those of so many blocks for each row, by one program."""
+    ptr = ptr.to(tl.pointer_type(tl.float32), bitcast=True) + RP.to(tl.int64) * blocks // 4
     tl.store(ptr, inverse_of(inverse), mask=tl.program_id(0) == 0)
 
 
@@ -312,7 +312,7 @@ def nvfp4(
     if sums_ptr is not None:
         store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if rows_ptr is not None:
-        _store_tensor_scale(row_scale_ptr, RP * tl.cdiv(C, 64) * 4, inverse)
+        _store_tensor_scale(row_scale_ptr, RP, tl.cdiv(C, 64) * 4, inverse)
         squares = _largest_in(largest_of_four(v0, v1, v2, v3), blocks, TILE_COLS // 16)
         _nvfp4_row(
             rows_ptr, row_scale_ptr, v0, squares, b0, inverse, row, tile_col, R, C,
@@ -336,7 +336,7 @@ def nvfp4(
             v0, v1, v2, v3 = _transformed(v0, v1, v2, v3, row, SIGNS)
             inverse = inverse * 0.25
             stop = tl.cdiv(R, 16) * 16
-        _store_tensor_scale(col_scale_ptr, tl.cdiv(C, 128) * RP * 8, inverse)
+        _store_tensor_scale(col_scale_ptr, RP, tl.cdiv(C, 128) * 8, inverse)
         sizes = largest_of_four(v0, v1, v2, v3)
         if SQUARES:
             amax = _largest_in(sizes, blocks, TILE_COLS // 16)

@@ -6,7 +6,6 @@ The interpreter takes the place of Triton's launcher, and a product of the value
 from __future__ import annotations
 
 import copy
-import ctypes
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from opfuser.recipe import (
     MXFP8BlockScaling,
     Recipe,
 )
+from tests.kernels.bounds import live_tensors
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs kernels that run on a CPU")
 
@@ -40,9 +40,17 @@ RECIPES: dict[str, Recipe | None] = {
 }
 
 
-def tensor_at(address: int, dtype: torch.dtype) -> Tensor:
-    element = (ctypes.c_byte * dtype.itemsize).from_address(address)
-    return torch.frombuffer(element, dtype=torch.uint8).view(dtype)
+def extent(t: Tensor) -> int:
+    """Bytes from the first element to the last one."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
+    return (last + 1) * t.itemsize if t.numel() else 0
+
+
+def memory_of(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of it, without its shape."""
+    place = t.storage_offset() * t.itemsize // dtype.itemsize, (extent(t) // dtype.itemsize,)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        return torch.empty(0, dtype=dtype).set_(t.untyped_storage(), *place)
 
 
 def prepared(launch: Launch, tensors: tuple[Tensor | None, ...], ints: tuple[int, ...]) -> Any:
@@ -50,8 +58,9 @@ def prepared(launch: Launch, tensors: tuple[Tensor | None, ...], ints: tuple[int
     dtypes = [None if t is None else t.dtype for t in tensors]
 
     def run(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        at = {t.data_ptr(): t for t in sorted(live_tensors(), key=extent)}  # the largest one
         pairs = zip(args, dtypes)
-        given = [p if d is None else tensor_at(p, d) for p, d in pairs]
+        given = [p if d is None else memory_of(at[p], d) for p, d in pairs]
         rest = args[len(dtypes) : len(args) - len(launch.values)]
         launch._launch_by_triton(None, (x, y, z), (*given, *rest))
 

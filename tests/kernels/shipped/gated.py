@@ -33,7 +33,7 @@ CLAMPED = ClampedSwish(1.702, 7.0), ShiftedClamp(7.0, 1.0)
 def arguments(y: Tensor, product: Product, scaled: bool) -> tuple[Tensor, Tensor | None]:
     """x and scales for an output like y."""
     cols = y.shape[1] * (2 if isinstance(product, Glu) else 1)
-    return empty(ROWS, cols, dtype=y.dtype), torch.empty_like(y[:, 0]) if scaled else None
+    return empty(len(y), cols, dtype=y.dtype), torch.empty_like(y[:, 0]) if scaled else None
 
 
 def forward(y: Tensor, *, product: Product, scaled: bool) -> object:
