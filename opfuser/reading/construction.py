@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -108,6 +109,7 @@ class Built:
         self.ones: list[tuple[nn.Module, str]] = []
         self._module: Any = module
         self._checks = checks
+        self._numbers = itertools.count()  # of branches, whose channels have names of their own
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
@@ -355,7 +357,8 @@ class Built:
         ops: list[nn.Module] = []
         joins: list[nn.Module] = []
         for branch in op.branches[:-1]:
-            start, aside = PrivateChannel("input"), PrivateChannel("branch")
+            number = next(self._numbers)
+            start, aside = PrivateChannel(f"input {number}"), PrivateChannel(f"branch {number}")
             make, swap, joined = basic.MakeExtraOutput(), basic.SwapExtra(), join()
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
