@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -118,6 +119,7 @@ class Built:
         self._weights: list[tuple[nn.Module, str]] = []
         self._module: Any = module
         self._checks = checks
+        self._numbers = itertools.count()  # of branches, whose channels have names of their own
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
         self.follow()
@@ -394,14 +396,16 @@ class Built:
     ) -> tuple[list[nn.Module], list[PrivateChannel]]:
         """What sets the results of branches aside, and ends with their input; where these are."""
         ops: list[nn.Module] = []
-        asides = [PrivateChannel(f"branch{n}") for n in range(len(branches))]
-        for n, branch in enumerate(branches):
+        asides = []
+        for branch in branches:
+            number = next(self._numbers)
+            start, aside = PrivateChannel(f"input {number}"), PrivateChannel(f"branch {number}")
             make, swap = basic.MakeExtraOutput(), basic.SwapExtra()
-            start = PrivateChannel(f"input{n}")
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
-            swap.set_extra_output_channel(0, asides[n], output_to_caller=False)
+            swap.set_extra_output_channel(0, aside, output_to_caller=False)
             ops += [make, *self._all(branch), swap]
+            asides.append(aside)
         return ops, asides
 
     def forked_attention(self, op: read.ForkedAttention) -> list[nn.Module]:

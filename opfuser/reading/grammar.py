@@ -313,7 +313,7 @@ class _Grammar:
             stream = self.end_of(first)
             if self.values.is_ancestor(stream, block):
                 branch = self.chain(block, stream)
-                return branch.inside(Residual(branch.operations))
+                return branch._replace(operations=(Residual(branch.operations),), path=())
         return None
 
     def parallel(self, v: Value, base: Value | None) -> Step:
@@ -323,11 +323,11 @@ class _Grammar:
         for term in terms:
             if all(self.values.is_ancestor(term, other) for other in terms):
                 stream = term
-        others = [term for term in terms if term is not stream]
-        whole = self.branches(others, stream, Parallel)
-        if len(others) < len(terms):
-            whole = whole._replace(operations=(Residual(whole.operations),))
-        return whole
+        if stream not in terms:
+            return self.branches(terms, stream, Parallel)
+        terms.remove(stream)  # once: what is added twice is a branch without operations, too
+        whole = self.branches(terms, stream, Parallel)
+        return whole._replace(operations=(Residual(whole.operations),))
 
     def branches(
         self,

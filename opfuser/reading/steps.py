@@ -41,7 +41,3 @@ class Step(NamedTuple):
                 out.written | step.written,
             )
         return out
-
-    def inside(self, operation: Operation) -> Step:
-        """One operation that holds these."""
-        return self._replace(operations=(operation,), path=())

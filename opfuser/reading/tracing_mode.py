@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..torch_internals import FakeTensorMode
+from ..torch_internals import DisableTorchFunction, FakeTensorMode
 from .call_key import is_dtensor, is_plain
 from .dataflow import Call, Dataflow, Node, Value, map_leaves, tensors_in, values_in
 from .kept import KeptError
@@ -75,11 +75,8 @@ class TracingMode(TorchFunctionMode):
         self.muted = 0  # how many calls of children that are one node are open
         self.open_calls: list[Call] = []
         self.paths = {id(m): path for path, m in root.named_modules()}
-        self.names: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
-        for path, parameter in root.named_parameters():
-            self.names[id(parameter)] = "parameter", path
-        for path, buffer in root.named_buffers():
-            self.names.setdefault(id(buffer), ("buffer", path))
+        self.names = {id(t): ("buffer", path) for path, t in root.named_buffers()}
+        self.names |= {id(t): ("parameter", path) for path, t in root.named_parameters()}
         self.values: dict[int, Value] = {}
         self.kept_alive: list[Any] = []  # so that no id occurs twice
 
@@ -331,7 +328,7 @@ def unrecorded() -> Iterator[None]:
     profile = sys.getprofile()
     sys.setprofile(None)
     try:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             yield
     finally:
         sys.setprofile(profile)

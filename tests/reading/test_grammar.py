@@ -211,6 +211,30 @@ def test_a_product_of_branches_of_which_one_may_have_one_column(wide: bool) -> N
     assert scale == Scale(-2.0)
 
 
+def test_branches_follow_branches() -> None:
+    def gated(m: Computes, x: Tensor) -> Tensor:
+        y = m.up(x) * m.gate(x)
+        y = m.down(y) * m.norm(y)
+        return y + (m.up(y) + (m.gate(y) + m.down(y)))
+
+    first, second, residual = operations_of(gated)
+    assert isinstance(first, Times)
+    assert isinstance(second, Times)
+    assert isinstance(residual, Residual)
+    assert isinstance(residual.branch[0], Parallel)
+    assert len(residual.branch[0].branches) == 3
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_input_that_is_added_several_times_is_not_added_once(times: int) -> None:
+    def summed(m: Computes, x: Tensor) -> Tensor:
+        y = (x + m.up(x)) + (x + F.relu(m.gate(x))) if times > 1 else x + m.up(x)
+        return y + (x + m.down(x)) if times > 2 else y
+
+    (residual,) = operations_of(summed)
+    assert isinstance(residual, Residual)
+
+
 @pytest.mark.parametrize("gate", [lambda y: y, torch.tanh])
 def test_an_inverse_root_beside_two_factors_is_not_overlooked(gate: Any) -> None:
     def divided(m: Computes, x: Tensor) -> Tensor:
