@@ -64,6 +64,9 @@ def with_exchanged_parameters(reads: Reads) -> Reads | None:
     """
     holders, names, before = reads.parameters
     now: list[Any] = [*map(dict.get, holders, names)]
+    read = {id(holder) for holder, _, _ in reads.rows()}
+    if any(id(vars(t)) in read for t in before):  # of which an attribute was read
+        return None
     pairs = {id(old): new for old, new in zip(before, now)}
     for old, new in zip(before, now):
         if pairs[id(old)] is not new or type(new) is not type(old) or _facts(new) != _facts(old):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tracing import transforms_active
@@ -99,6 +100,8 @@ def trace(
         raise NotNowError("is called under a transform of torch.func")
     if any(GLOBAL_HOOKS):
         raise NotNowError("is called while all modules have hooks")
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
+        raise NotNowError("is called while values of parametrisations are cached")
     constants = constant_sizes(module)
     key = call_key(module, args, kwargs, constants)
     sizes = Sizes(key.sizes, constants.union(key.constants))
