@@ -171,10 +171,11 @@ class Observed:
 
     def _named_by_code(self) -> None:
         """Notes attributes of classes and tensors that code which was executed may have read."""
+        noted = {(_owner(kind, name), name) for kind, name in self._kinds}
         for kind in self._classes:
             for name in vars(kind).keys() & self.names:
                 value = getattr(kind, name)
-                if not (callable(value) or hasattr(value, "__get__")):
+                if not (callable(value) or hasattr(value, "__get__") or (kind, name) in noted):
                     self.kind(kind, name)
         for attributes in self._tensors:
             for name in attributes.keys() & self.names:
@@ -287,6 +288,11 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts that hold a module's attributes."""
     own = object.__getattribute__(module, "__dict__")
     return [own, own["_parameters"], own["_buffers"], own["_modules"]]
+
+
+def _owner(kind: type, name: str) -> type | None:
+    """The class in which an attribute of a class is found."""
+    return next((c for c in kind.__mro__ if name in vars(c)), None)
 
 
 def _described(holder: Any) -> str:
