@@ -33,6 +33,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
+from torch.nn.utils import parametrize
 
 from .errors import TorchVersionError, explain
 
@@ -195,9 +196,17 @@ jit_traces: Callable[[], bool] = _find("torch:_C._is_tracing", torch.jit.is_trac
 SETTINGS = frozenset(
     function
     for name, function in vars(torch._C).items()
-    if name == "is_inference_mode_enabled"
+    if name in ("is_inference_mode_enabled", "get_num_threads", "get_num_interop_threads")
     or (name.startswith("_get_") and name.endswith(("algorithms", "enabled", "tf32", "precision")))
 )
+
+_find("torch.nn.utils.parametrize:_cache_enabled", None)
+
+
+def caches_parametrizations() -> bool:
+    """Whether torch.nn.utils.parametrize.cached is entered. Instead: it is."""
+    return bool(getattr(parametrize, "_cache_enabled", True))
+
 
 _find("torch.autograd.forward_ad:_current_level", None)
 _find("torch.autograd.profiler:_is_profiler_enabled", None)

@@ -394,7 +394,9 @@ def _new_copy(state: State, function: Any, *args: Any) -> Any:
 
 def is_applied(value: Any) -> bool:
     """Whether a value is a method that :func:`install` has set."""
-    return getattr(getattr(value, "__func__", None), "__code__", None) is _CODE
+    # Objects of others may raise whatever they like when they are asked for what they have not.
+    is_method = isinstance(value, types.MethodType)
+    return is_method and getattr(value.__func__, "__code__", None) is _CODE
 
 
 def uninstall(module: nn.Module) -> None:

@@ -62,16 +62,22 @@ class Observed:
         root: the module that is traced.
         opaque: types of objects whose contents are noted as they are read.
         note_effect: is told what cannot be followed, as a predicate.
+        keep: is told what cannot be put back either, before the forward may change it.
     """
 
     def __init__(
-        self, root: nn.Module, opaque: tuple[type, ...], note_effect: Callable[[str], None]
+        self,
+        root: nn.Module,
+        opaque: tuple[type, ...],
+        note_effect: Callable[[str], None],
+        keep: Callable[[str], object],
     ) -> None:
-        self.root, self.note_effect = root, note_effect
+        self.root, self.note_effect, self.keep = root, note_effect, keep
         self.modules: dict[int, nn.Module] = {id(root): root}
         self.called: dict[int, nn.Module] = {}
         self.tensors: set[int] = set()
         self.executed: set[int] = set()  # code that is neither torch's nor Python's
+        self.names: set[str] = set()  # that it has for globals and attributes
         self.free: set[tuple[int, str]] = set()  # rows in which siblings may differ
         self._opaque = (*_OPAQUE, *opaque)
         self._rows: dict[tuple[int, str], Row] = {}
@@ -86,6 +92,11 @@ class Observed:
         for module in root.modules():
             for attributes in attributes_of(module):
                 self.hold(attributes)
+        self._tensors = [vars(t) for t in (*root.parameters(), *root.buffers()) if vars(t)]
+        for attributes in self._tensors:
+            self.hold(attributes)
+        classes = dict.fromkeys(c for m in root.modules() for c in type(m).__mro__)
+        self._classes = {c: dict(vars(c)) for c in classes if not is_of_python(c.__module__)}
 
     def row(self, holder: dict[str, Any], name: str, value: Any) -> None:
         """Notes that an entry of a dict was read."""
@@ -120,7 +131,7 @@ class Observed:
         if type(value).__module__.partition(".")[0] == "torch":
             return
         if depth > _DEEPEST:
-            self.note_effect(f"reads '{name}', a nested {type(value).__name__}")
+            self.keep(f"reads '{name}', a nested {type(value).__name__}")
             return
         for part in self._parts(name, value):
             self.look_into(name, part, depth + 1)
@@ -129,6 +140,8 @@ class Observed:
         """What there is to look into inside a value, whose own contents are noted."""
         if isinstance(value, types.FunctionType):
             self._functions[id(value)] = value
+            if vars(value):
+                self.hold(vars(value))
             return []
         if isinstance(value, types.MethodType):
             return [value.__self__, value.__func__]
@@ -145,7 +158,7 @@ class Observed:
             return contents(value)
         if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__"):
             return self.container(value)
-        self.note_effect(f"reads '{name}', a {type(value).__name__}")
+        self.keep(f"reads '{name}', a {type(value).__name__}")
         return []
 
     def _executed_functions(self) -> list[types.FunctionType]:
@@ -167,6 +180,19 @@ class Observed:
                         self.row(vars(function), attribute, part)
                         self.look_into(attribute, part)
         return list(done.values())
+
+    def _named_by_code(self) -> None:
+        """Notes attributes of classes and tensors that code which was executed may have read."""
+        noted = {(_owner(kind, name), name) for kind, name in self._kinds}
+        for kind in self._classes:
+            for name in vars(kind).keys() & self.names:
+                value = getattr(kind, name)
+                if not (callable(value) or hasattr(value, "__get__") or (kind, name) in noted):
+                    self.kind(kind, name)
+        for attributes in self._tensors:
+            for name in attributes.keys() & self.names:
+                self.row(attributes, name, attributes[name])
+                self.look_into(name, attributes[name])
 
     def _cell(self, name: str, cell: types.CellType) -> None:
         try:
@@ -204,14 +230,28 @@ class Observed:
                     del holder[name]
                 else:
                     holder[name] = value
+        for kind, before in self._classes.items():
+            self._undo_in_class(kind, before)
         for cache, misses in self._caches.values():
             filled = cache.cache_info().misses != misses
             if filled and id(cache) in self.kept_results:  # it may hold stand-ins now
                 self.note_effect(FILLS_A_CACHE)
                 cache.cache_clear()
 
+    def _undo_in_class(self, kind: type, before: dict[str, Any]) -> None:
+        now = dict(vars(kind))
+        for name in now.keys() | before.keys():
+            if now.get(name, MISSING) is before.get(name, MISSING):
+                continue
+            self.note_effect(f"writes to '{name}' of its class")
+            if name in before:
+                setattr(kind, name, before[name])
+            else:
+                delattr(kind, name)
+
     def reads(self) -> Reads:
         """What was read, after the trace."""
+        self.keep = self.note_effect  # nothing is changed any more
         children = (v for _, _, v in self._rows.values() if isinstance(v, nn.Module))
         self.modules.update((id(child), child) for child in children)
         for module in self.called.values():
@@ -229,6 +269,7 @@ class Observed:
             for name, slot in zip(SLOTS, slots):
                 if id(slot) in holders:
                     self.row(own, name, slot)
+        self._named_by_code()
         functions = self._executed_functions()
         hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
         parameters = [v for _, _, v in self._rows.values() if isinstance(v, nn.Parameter)]
@@ -263,6 +304,11 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts that hold a module's attributes."""
     own = object.__getattribute__(module, "__dict__")
     return [own, own["_parameters"], own["_buffers"], own["_modules"]]
+
+
+def _owner(kind: type, name: str) -> type | None:
+    """The class in which an attribute of a class is found."""
+    return next((c for c in kind.__mro__ if name in vars(c)), None)
 
 
 def _described(holder: Any) -> str:

@@ -1,20 +1,17 @@
-"""Random numbers that a trace draws, which are drawn again afterwards."""
+"""Random numbers that a trace draws, and that are drawn again afterwards."""
 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-__all__ = ["DRAWS", "GENERATORS", "numpy_state", "state_of"]
+__all__ = ["GENERATORS", "state_of"]
 
-DRAWS = "draws random numbers"
-# What draws by methods that are seen when they are called, by the thread of the trace alone.
+# What draws by methods that are seen when they are called, and by which thread. Those of NumPy are
+# not, and are of types of which a forward that reads one is kept.
 GENERATORS = random.Random, torch.Generator
 
 
@@ -23,23 +20,3 @@ def state_of(generator: random.Random | torch.Generator) -> Callable[[], object]
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     return partial(generator.set_state, generator.get_state())
-
-
-@contextmanager
-def numpy_state(note_effect: Callable[[str], None]) -> Iterator[None]:
-    """Afterwards, NumPy's random numbers go on as if nothing had been traced.
-
-    Which thread draws them cannot be seen.
-    """
-    numpy: Any = sys.modules.get("numpy.random")
-    before = numpy and numpy.get_state()
-    try:
-        yield
-    finally:
-        if numpy and _comparable(numpy.get_state()) != _comparable(before):
-            numpy.set_state(before)
-            note_effect(DRAWS)
-
-
-def _comparable(state: Any) -> Any:
-    return state[1].tolist(), *state[2:]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import torch_internals as internals
 from .observed import Observed, attributes_of
-from .random_states import DRAWS, GENERATORS, numpy_state, state_of
+from .random_states import GENERATORS, state_of
 from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .replaced_methods import replaced
 from .stand_ins import LayerIndex
@@ -39,7 +39,7 @@ _COLLECTIVES = frozenset(
 _WRAPPERS = "nn.parallel.", "distributed.fsdp."
 # What is set for a whole process and no part of the key of a call, and what is never the same.
 _SETTINGS = internals.SETTINGS.union(
-    (os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
+    (globals, os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
 )
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class Recording:
         registry = _class("transformers.utils.generic", "GeneralInterface")
         self._configuration = _class("transformers.configuration_utils", "PreTrainedConfig")
         opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
-        self.observed = Observed(root, opaque, note_effect)
+        self.observed = Observed(root, opaque, note_effect, keep)
         watched: list[tuple[Any, Callable[[types.FrameType], None]]] = [
             (torch.autograd.Function.apply, self._autograd_function),
             (checkpoint, self._effect("is checkpointed")),
@@ -109,7 +109,6 @@ class Recording:
                 # Of the process: within the lock, or one of two threads would leave it behind.
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(lambda: [put_back() for put_back in self._drawn.values()])
-            undo.enter_context(numpy_state(self.note_effect))
             for kind, name, recorded in (
                 (nn.Module, "__getattribute__", self._getattribute),
                 (nn.Module, "__getattr__", self._getattr),
@@ -217,7 +216,7 @@ class Recording:
                     self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
                 elif isinstance(own := argument.__self__, GENERATORS):
                     self._drawn.setdefault(id(own), state_of(own))
-                    self.note_effect(DRAWS)
+                    self.note_effect("draws random numbers")
             return
         code, around = frame.f_code, frame.f_globals
         if self._apart is None and (code is _IMPORT or id(code) in self.observed.cached):
@@ -242,6 +241,7 @@ class Recording:
     def _note_code(self, code: types.CodeType, around: dict[str, Any]) -> None:
         """Notes what code that is executed for the first time reads and writes."""
         self.observed.executed.add(id(code))
+        self.observed.names.update(code.co_names)
         if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
         if code.co_freevars and _writes_to_closure(code):

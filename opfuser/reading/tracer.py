@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from ..torch_internals import GLOBAL_HOOKS, without_modes
+from ..torch_internals import GLOBAL_HOOKS, caches_parametrizations, without_modes
 from ..tracing import transforms_active
 from .call_key import CallKey, call_key
 from .captured_outputs import is_idle
@@ -99,6 +100,8 @@ def trace(
         raise NotNowError("is called under a transform of torch.func")
     if any(GLOBAL_HOOKS):
         raise NotNowError("is called while all modules have hooks")
+    if caches_parametrizations() and any(map(is_parametrized, module.modules())):
+        raise NotNowError("is called while values of parametrisations are cached")
     key = call_key(module, args, kwargs)
     sizes = Sizes(key.sizes, key.constants)
     mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)

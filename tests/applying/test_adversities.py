@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,7 @@ from transformers.models.llama import modeling_llama
 import opfuser
 from opfuser.applying import report
 
-from .models import assert_equal_steps, llama, paths, step
+from .models import IDS, assert_equal_steps, llama, paths, step
 
 Change = Callable[[Any], Any]
 FUNCTIONS: Any = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -208,6 +210,54 @@ def a_parametrisation_removed(model: Any) -> None:
     parametrize.register_parametrization(norm(model), "weight", Twice())
     step(model)
     parametrize.remove_parametrizations(norm(model), "weight")
+
+
+@change
+def parametrisations_cached(model: Any) -> None:
+    parametrize.register_parametrization(norm(model), "weight", Twice())
+    with parametrize.cached():
+        step(model)
+
+
+@change
+def parameters_of_a_call(model: Any) -> None:
+    with torch.no_grad():
+        state = {name: 1.3 * p for name, p in model.named_parameters()}
+        torch.func.functional_call(model, state, (IDS,))
+
+
+@change
+def swapped_tensors(model: Any) -> None:
+    torch.utils.swap_tensors(up(model).weight, nn.Parameter(2 * up(model).weight.detach()))
+
+
+def interrupt(call: Callable[[], object], after: int) -> None:
+    """Calls a function that Ctrl+C ends after so many lines of Python."""
+    left = [after]
+
+    def look(frame: Any, event: str, argument: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(before)
+
+
+@change
+def calls_that_are_interrupted(model: Any) -> None:
+    """Also the first ones of a copy, while they are traced."""
+    for called in (model, copy.deepcopy(model)):
+        for after in (*range(100, 4000, 500), *range(5000, 60000, 5000)):
+            interrupt(lambda: step(called), after)  # noqa: B023
+        assert_equal_steps(step(called), step(llama()))
+        assert sys.getprofile() is None
 
 
 @change

@@ -219,6 +219,62 @@ def test_a_variable_that_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert_equal_steps(before, want)
 
 
+class Marked(Block):
+    """Reads attributes of a parameter and, by its type, of its class."""
+
+    factor = 2.0
+
+    def __init__(self, act: Any = torch.relu) -> None:
+        super().__init__(act)
+        self.up.weight.factor = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.up(self.norm(x))))
+        return x + y * self.up.weight.factor * type(self).factor
+
+
+def of_a_parameter(layers: Any) -> None:
+    layers[0].up.weight.factor = 5.0
+
+
+def of_another_parameter(layers: Any) -> None:
+    layers[0].up.weight = nn.Parameter(layers[0].up.weight.detach().clone())
+    layers[0].up.weight.factor = 7.0
+
+
+def of_a_sibling(layers: Any) -> None:
+    layers[2].up.weight.factor = 0.5
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("change", [of_a_parameter, of_another_parameter, of_a_sibling])
+def test_attributes_of_parameters_and_classes(
+    change: Change, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = (blocks(kind=Marked) for _ in range(2))
+    opfuser.apply(model)
+    if later:
+        assert_equal_steps(step(model), step(plain), 1e-10)
+        assert paths(report(model)) == ["0", "1", "2"]
+    for layers in (model, plain):
+        change(layers)
+    assert_equal_steps(step(model), step(plain), 1e-10)
+    monkeypatch.setattr(Marked, "factor", 0.5)
+    assert_equal_steps(step(model), step(plain), 1e-10)
+
+
+def test_an_object_that_raises_whatever_it_is_asked() -> None:
+    class Raising:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    model, plain = blocks(), blocks()
+    for layers in (model, plain):
+        layers[0].other = Raising()
+    opfuser.apply(model)
+    assert_equal_steps(step(model), step(plain), 1e-10)
+
+
 def test_a_forward_of_a_parent_class_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = blocks(kind=Scaled), blocks(kind=Scaled)
     opfuser.apply(model)

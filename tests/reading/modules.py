@@ -17,9 +17,12 @@ WIDTH = 8
 class Computes(nn.Module):
     """Calls a function with itself and the input; has a linear layer and a buffer."""
 
+    calls = 0
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight.calls = 0  # type: ignore[attr-defined]
         self.register_buffer("table", torch.randn(WIDTH))
         self.function = function
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,6 +220,31 @@ def counts(self: Any, x: Tensor) -> Tensor:
 
 
 generator = random.Random(0)
+turned = deque([1.0, 2.0])
+numbers = iter([1.0, 2.0])
+nested = [[[[[[[[1.0]]]]]]]]
+
+
+def counts_in_a_parameter(self: Any, x: Tensor) -> Tensor:
+    self.inner.weight.calls += 1
+    return x + self.inner.weight.calls
+
+
+def counts_in_its_class(self: Any, x: Tensor) -> Tensor:
+    type(self).calls += 1
+    return x + type(self).calls
+
+
+def counts_in_a_function(self: Any, x: Tensor) -> Tensor:
+    counted_by.calls += 1  # type: ignore[attr-defined]
+    return x + counted_by()
+
+
+def counted_by() -> int:
+    return counted_by.calls  # type: ignore[attr-defined, no-any-return]
+
+
+counted_by.calls = 0  # type: ignore[attr-defined]
 
 
 def draws_in_python(self: Any, x: Tensor) -> Tensor:
@@ -275,7 +302,9 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "global": (counts, "writes to a global"),
     "python's random": (draws_in_python, "draws random numbers"),
     "a generator's random": (draws_of_its_own, "draws random numbers"),
-    "numpy's random": (draws_in_numpy, "draws random numbers"),
+    "parameter": (counts_in_a_parameter, "writes to attributes"),
+    "class": (counts_in_its_class, "writes to 'calls' of its class"),
+    "attribute of a function": (counts_in_a_function, "writes to attributes"),
     "seed": (lambda self, x: torch.manual_seed(3) and x, "draws random numbers"),
     "time": (lambda self, x: x + time.time(), "asks for time"),
     "noise of the system": (lambda self, x: x + os.urandom(1)[0], "asks for urandom"),
@@ -298,6 +327,10 @@ def nothing_left_behind() -> Iterator[None]:
             torch.overrides._get_current_function_mode_stack(),
             random.getstate(),
             generator.getstate(),
+            list(turned),
+            copy.copy(numbers).__reduce__()[2:],
+            counted_by.calls,  # type: ignore[attr-defined]
+            Computes.calls,
             torch.get_rng_state().tolist(),
             str(np.random.get_state()),
             list(written),
@@ -390,6 +423,13 @@ def swallows(self: Any, x: Tensor) -> Tensor:
 
 
 KEPT: dict[str, tuple[Callable[..., Any], str]] = {
+    "numpy's random": (draws_in_numpy, ", a RandomState"),
+    "queue": (lambda self, x: x + turned.popleft(), "reads 'turned', a deque"),
+    "iterator": (lambda self, x: x + next(numbers), "reads 'numbers', a list_iterator"),
+    "nested list": (
+        lambda self, x: x + nested[0][0][0][0][0][0][0][0],
+        "reads 'nested', a nested list",
+    ),
     "tensor hook": (
         lambda self, x: self.inner(x).register_hook(print) and x,
         "computes register_hook in ''",
