@@ -73,6 +73,17 @@ dcp.load({"model": resumed}, checkpoint_id=folder, no_dist=True)
 resumed.recipe = recipe
 assert torch.equal(resumed(tokens[:, :-1], tokens[:, 1:]), decoder(tokens[:, :-1], tokens[:, 1:]))
 
+net = torch.nn.Sequential(
+    torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+)
+# --8<-- [start:applied]
+opfuser.apply(net, example=x)
+with opfuser.autocast(recipe=recipe):
+    loss = net(x).square().mean()
+loss.backward()
+assert {"1.quantization.scale", "3.quantization.scale"} <= net.state_dict().keys()
+# --8<-- [end:applied]
+
 # --8<-- [start:watch]
 with opfuser.watch_quantization(model) as tensors:
     with opfuser.autocast(recipe=DelayedScaling()):
