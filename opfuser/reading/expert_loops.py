@@ -17,7 +17,7 @@ def experts_by_loop(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] 
     found: list[Mixed] = []
     experts: list[Any] = []
     sums: list[Node] = []
-    written: dict[Node, None] = {}
+    chosen: list[Node] = []
     at = values.peel(v)
     op, args = values.term(at)
     while op == "index_add":
@@ -29,7 +29,7 @@ def experts_by_loop(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] 
         sums.append(at.node)
         found.append(turn[0])
         experts.append(turn[1])
-        written.update(dict.fromkeys(turn[2]))
+        chosen.append(args[2].node)
         at = values.peel(args[0])
         op, args = values.term(at)
     if not found or op not in ("zeros_like", "zeros", "new_zeros") or len(set(found)) > 1:
@@ -38,14 +38,11 @@ def experts_by_loop(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] 
     if v.shape[:-1] != mixed.x.shape[:-1]:
         return None
     of_hits = _visits_each(values, experts[::-1], sums[::-1], mixed)
-    if of_hits is None:
-        return None
-    written.update(dict.fromkeys(of_hits))
-    return mixed, tuple(written)
+    return None if of_hits is None else (mixed, (*chosen, *of_hits))
 
 
-def _turn(values: Values, tokens: Value, added: Value) -> tuple[Mixed, Any, list[Node]] | None:
-    """(what one turn of a loop adds, of which expert, its nodes with an effect)."""
+def _turn(values: Values, tokens: Value, added: Value) -> tuple[Mixed, Any] | None:
+    """(what one turn of a loop adds, of which expert) for the rows that a node has chosen."""
     where = tokens.node
     if where is None or where.op != "where" or len(where.args) != 1:
         return None
@@ -53,10 +50,10 @@ def _turn(values: Values, tokens: Value, added: Value) -> tuple[Mixed, Any, list
     if op != "__getitem__":
         return None
     mask, expert = args
-    chosen = _one_hot_of(values, mask)
-    if chosen is None:
+    one_hot = _one_hot_of(values, mask)
+    if one_hot is None:
         return None
-    indices, order = chosen
+    indices, order = one_hot
     places = dict(zip(order, where.results))  # by the dimensions of the indices
     if len(where.results) != 2 or tokens is not places[0]:
         return None
@@ -70,11 +67,11 @@ def _turn(values: Values, tokens: Value, added: Value) -> tuple[Mixed, Any, list
         if index[1][0] is not places[0] or index[1][1] is not places[1]:
             return None
         weights = index[0]
-        given = stripped(values, indices), stripped(values, weights), indices.shape[1]
+        given = stripped(values, weights), indices.shape[1], stripped(values, indices)
         mixed = _Turn(values, expert, tokens).mixed(out, *given)
         if mixed is None or weights.shape != indices.shape or mixed.x.shape[0] != indices.shape[0]:
             return None
-        return mixed, expert, [where]
+        return mixed, expert
     return None
 
 

@@ -60,7 +60,9 @@ class Form:
         """Whether parameters that are indexed so are those of the expert of each row."""
         return isinstance(index, Value) and stripped(self.values, index) is self.experts
 
-    def mixed(self, out: Value, indices: Value, weights: Value, top_k: int) -> Mixed | None:
+    def mixed(
+        self, out: Value, weights: Value, top_k: int, indices: Value | None = None
+    ) -> Mixed | None:
         """The experts that compute rows, which are summed with weights; None if they are none."""
         down = self.linear(out)
         if down is None:
@@ -70,6 +72,7 @@ class Form:
         x = None if up is None else self.rows(up.x, top_k)
         if up is None or x is None or up.linear.count != down.linear.count:
             return None
+        indices = self.experts if indices is None else indices
         return Mixed(x, indices, weights, top_k, up.linear, activation, down.linear)
 
     def linear(self, v: Value) -> ExpertsLinearFound | None:
@@ -103,10 +106,10 @@ class Form:
         if not isinstance(v, Value):
             return None
         op, args = self.values.term(v)
-        if op != "__getitem__" or not self.is_expert(args[1]):
+        if op != "__getitem__" or args[0].origin != "parameter" or not self.is_expert(args[1]):
             return None
-        whole = args[0]
-        return whole if whole.origin == "parameter" else None
+        whole: Value = args[0]
+        return whole
 
 
 def activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from .dataflow import Node, Value, values_in
+from .dataflow import Node, Value
 from .expert_parts import Form, Mixed, stripped
 from .values import Values
 
@@ -29,17 +28,15 @@ def experts_by_rows(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] 
         weights = _of_column(values, column, out)
         if weights is None:
             continue
-        form: Form | None = None
-        if inverse is None:
-            form = _form_of_gathered(values, out)
-        else:
+        form: Form | None = _Gathered(values, None)
+        if inverse is not None:
             op, args = values.term(weights)
             if op != "__getitem__":
                 return None
             weights, form = args[0], _form_of_sorted(values, args[1], inverse)
         if form is None:
             return None
-        mixed = form.mixed(out, form.experts, stripped(values, weights), top_k)
+        mixed = form.mixed(out, stripped(values, weights), top_k)
         return None if mixed is None or mixed.x.shape[0] != rows else (mixed, form.written)
     return None
 
@@ -108,6 +105,14 @@ def _form_of_sorted(values: Values, order: Any, inverse: Value) -> Form | None:
 
 
 class _Gathered(Form):
+    """Rows of which each is multiplied by the parameters of its expert: the first index says it."""
+
+    def is_expert(self, index: Any) -> bool:
+        if not isinstance(index, Value):
+            return False
+        self.experts = self.experts or stripped(self.values, index)
+        return super().is_expert(index)
+
     def rows(self, v: Value, top_k: int) -> Value | None:
         op, args = self.values.term(v)
         if op != "repeat_interleave" or args[1:3] != (top_k, 0) or len(args[0].shape) != 2:
@@ -126,24 +131,6 @@ class _Gathered(Form):
         if weight is None or len(args[0].shape) != 3 or args[0].shape[1] != 1:
             return None
         return args[0], weight, True
-
-
-def _form_of_gathered(values: Values, v: Value) -> Form | None:
-    """Rows of which each is multiplied by the parameters of its expert."""
-    for at in _inside(values, v):
-        op, args = values.term(at)
-        if op == "__getitem__" and isinstance(args[1], Value) and args[0].origin == "parameter":
-            return _Gathered(values, stripped(values, args[1]))
-    return None
-
-
-def _inside(values: Values, v: Value) -> Iterator[Value]:
-    """The arguments of the operation that computes a value, and of those around a product."""
-    _, args = values.term(v)
-    for a in values_in(args):
-        yield a
-        if values.term(a).op in ("matmul", "squeeze"):
-            yield from _inside(values, a)
 
 
 def _of_column(values: Values, column: Value, like: Value) -> Value | None:

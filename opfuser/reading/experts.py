@@ -43,8 +43,8 @@ def experts_of(values: Values, v: Value) -> ExpertsFound | None:
     if found is None:
         return None
     mixed, written = found
-    router = _router_of(values, mixed, v)
-    weights, indices = (_place_of(values, router, of) for of in (mixed.weights, mixed.indices))
+    router, returned = _router_of(values, mixed, v)
+    weights, indices = map(returned.index, (mixed.weights, mixed.indices))
     (given,) = router.args
     reason = "chooses experts"
     called = Called(router.path, given.shape[-1], mixed.top_k, reason)
@@ -53,8 +53,8 @@ def experts_of(values: Values, v: Value) -> ExpertsFound | None:
     return ExpertsFound(experts, mixed.x, router, frozenset(written))
 
 
-def _router_of(values: Values, mixed: Mixed, v: Value) -> Call:
-    """The call of a child, with the rows alone, that returns the weights and the experts."""
+def _router_of(values: Values, mixed: Mixed, v: Value) -> tuple[Call, list[Value]]:
+    """The call of a child, with the rows alone, that returns weights and experts; all of these."""
     for call in reversed(values.dataflow.calls):
         returned = [stripped(values, r) for r in values_in(call.result)]
         if mixed.weights not in returned or mixed.indices not in returned:
@@ -63,11 +63,5 @@ def _router_of(values: Values, mixed: Mixed, v: Value) -> Call:
         if len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Value):
             same = values.peel(given[0]) is values.peel(mixed.x)
             if same and given[0].meta.dtype == mixed.x.meta.dtype:
-                return call
+                return call, returned
     raise KeptError(computed(v, "has experts that no child chooses, summed"))
-
-
-def _place_of(values: Values, router: Call, of: Value) -> int:
-    """The place among the tensors that a router returns."""
-    returned = [stripped(values, r) for r in values_in(router.result)]
-    return returned.index(of)

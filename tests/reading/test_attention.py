@@ -208,11 +208,17 @@ def test_latent_attention_is_read(turn: Any, sizes: tuple[int, int, int]) -> Non
 
 
 class Cached(Attends):
-    """Attention whose heads turn at their ends, with a cache."""
+    """Attention with a cache, whose heads turn at their ends, or at their starts if ``starts``."""
+
+    starts = False
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
         q, k, v = split(self, x)
-        q, k = (torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k))
+        if self.starts:
+            q, k = (torch.cat([turned(t[..., :4], cos, sin), t[..., 4:]], -1) for t in (q, k))
+            v = v[..., :5]
+        else:
+            q, k = (torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k))
         if cache is not None:
             k, v = cache.update(k, v, 0)
         return self.out(joined(causal(q, k, v)))
@@ -225,6 +231,19 @@ def test_heads_whose_ends_turn_are_not_cached() -> None:
     cache = transformers.DynamicCache()
     with torch.no_grad(), pytest.raises(KeptError, match="turns the last entries of keys"):
         read(trace(Cached(), (*given, cache), {}).dataflow)
+
+
+def test_keys_beside_values_of_another_size_are_cached() -> None:
+    module = Cached()
+    module.starts, module.out = True, nn.Linear(HEADS * 5, WIDTH).double()
+    given = stream(), *angles(4)
+    caches = [transformers.DynamicCache() for _ in range(3)]
+    with torch.no_grad():
+        reading = read(trace(module, (*given, caches[0]), {}).dataflow)
+        got = build(reading, module)(given, cache=caches[1])
+        torch.testing.assert_close(got, module(*given, caches[2]))
+    kept = [(c.layers[0].keys, c.layers[0].values) for c in caches[1:]]
+    torch.testing.assert_close(*kept)
 
 
 def test_heads_whose_ends_turn_after_a_norm() -> None:
