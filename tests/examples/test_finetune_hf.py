@@ -80,6 +80,19 @@ def test_adapters_of_a_model_that_was_trained(
     assert before.stat().st_size == after.stat().st_size  # adapters are merged
 
 
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+def test_scales_of_fp8_are_resumed(example: ModuleType, tmp_path: Path) -> None:
+    options = [*SMALL, f"--runs={tmp_path}", "--recipe=delayed"]
+    assert example.main([*options, "--name=whole"]) == 0
+    assert example.main([*options, "--name=broken"]) == 0
+    broken = tmp_path / "broken"
+    shutil.rmtree(broken / "checkpoint-8")
+    rows = (broken / "metrics.jsonl").read_text().splitlines()
+    (broken / "metrics.jsonl").write_text("\n".join(rows[:4]) + "\n")
+    assert example.main([*options, "--name=broken", "--resume"]) == 0
+    assert losses(broken) == losses(tmp_path / "whole")
+
+
 def test_fp8_and_adapters_exclude_each_other(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
