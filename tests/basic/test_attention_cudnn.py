@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from opfuser import DotProductAttention
+from opfuser import DotProductAttention, torch_internals
 from opfuser.attention import choice, sdpa
 from opfuser.attention.call import Call, Heads, Request, request_of
 from opfuser.basic import dot_product_attention as module
@@ -95,7 +95,7 @@ def test_torch_is_asked_with_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(attn_mask)
         return 3
 
-    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    monkeypatch.setattr(torch_internals, "sdp_choice", choose)
     x, mask = heads(5, 7, dtype=BF16), torch.ones(2, 1, 1, 7, dtype=torch.bool)
     call = Call(False, 1.0, mask=mask)
     assert choice._choice_of_torch(x, call, True) == "cudnn"

@@ -206,7 +206,8 @@ def test_one_process_compares_units_of_each_size(tmp_path: Path) -> None:
     medians = {(row["size"]["unit"], row["contestant"]): row["median_us"] for row in rows}
     for row in rows:
         unit, contestant = row["size"]["unit"], row["contestant"]
-        assert row["speedup"] == medians[unit, "torch"] / medians[unit, contestant]
+        ratio = medians[unit, "torch"] / medians[unit, contestant]
+        assert row["speedup"] == pytest.approx(ratio, rel=1e-9)
 
 
 def test_without_a_gpu_it_says_so(

@@ -221,7 +221,7 @@ def operators_of_torch(rank: int, ranks: int) -> None:
 
     everywhere = async_tensor_parallel._providers["symm_mem"]._replace(refuses=lambda x: None)
     with (
-        mock.patch.object(async_tensor_parallel, "_symm_mem", return_value=Operators),
+        mock.patch.object(async_tensor_parallel, "symmetric_memory", return_value=Operators),
         mock.patch.dict(async_tensor_parallel._providers, pieces=everywhere),
     ):
         compare("column")
