@@ -61,7 +61,8 @@ class Tape:
             if ctx.to_save is not None:
                 if ctx.requires_grad:
                     start = len(saved)
-                    saved += map(held, ctx.to_save)
+                    # A list: Dynamo of torch 2.11 adds no map to one.
+                    saved += [held(t) for t in ctx.to_save]
                     ctx.span = (start, len(saved))
                 ctx.to_save = None
 

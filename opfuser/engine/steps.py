@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -275,7 +275,9 @@ class BackwardResults(NamedTuple):
             out += row if fits else self._of_parameters(op, own, row)
         for op, keeps, row in zip(self.operations, self.extra_inputs, extras):
             fits = type(row) is tuple and len(row) == len(keeps)
-            out += compress(row if fits else self._of_extra_inputs(op, keeps, row), keeps)
+            grads = row if fits else self._of_extra_inputs(op, keeps, row)
+            # A list: Dynamo of torch 2.11 adds no iterator to one.
+            out += [grad for grad, keep in zip(grads, keeps) if keep]
         return out
 
     @staticmethod
