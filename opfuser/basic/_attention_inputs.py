@@ -15,7 +15,7 @@ from ..attention.call import Call, Heads, Request, enabled_kernels
 from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..kernels.scalar import wide_dtype
-from ..tracing import exporting
+from ..tracing import columns, exporting, functional
 from ._numbers import real_number
 
 __all__ = [
@@ -196,15 +196,14 @@ def split(qkv: Tensor, settings: AttentionSettings) -> Heads:
     """The heads of a packed input, as views."""
     h, g = settings.num_heads, settings.num_kv_heads
     batch, length, width = qkv.shape
-    if settings.v_head_dim is None:
+    if settings.v_head_dim is None and not functional():
         heads = qkv.view(batch, length, h + 2 * g, width // (h + 2 * g)).transpose(1, 2)
         # Not by Tensor.split, which takes as long in Python as here.
         return Heads(*heads.split_with_sizes([h, g, g], 1))
-    values = g * settings.v_head_dim
-    qk, v = qkv.split_with_sizes([width - values, values], 2)
-    qk = qk.unflatten(2, (h + g, (width - values) // (h + g))).transpose(1, 2)
-    q, k = qk.split_with_sizes([h, g], 1)
-    return Heads(q, k, v.unflatten(2, (g, settings.v_head_dim)).transpose(1, 2))
+    size = settings.v_head_dim or width // (h + 2 * g)
+    key_size = (width - g * size) // (h + g)
+    q, k, v = columns(qkv, [h * key_size, g * key_size, g * size])
+    return heads_of(q, k, v, settings)
 
 
 def heads_of(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Heads:

@@ -425,12 +425,12 @@ class BasicLinear(StoresWeight):
         return (self.weight_grad(dy, x, ctx, scale) if ctx.needs.parameters[0] else None,)
 
     def hand_over_all(
-        self, gradient: Callable[[slice | None], WeightGradient], ctx: OperationContext
+        self, gradient: Callable[[int | None], WeightGradient], ctx: OperationContext
     ) -> tuple[Tensor | None, ...]:
         """:meth:`hand_over` for each parameter.
 
         Args:
-            gradient: returns that of some columns of the output, or of all: None.
+            gradient: returns that of a projection, or of all: None.
             ctx: this operation's context in backward.
         """
         return (self.hand_over(gradient(None), ctx),)

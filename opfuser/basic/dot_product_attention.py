@@ -39,7 +39,7 @@ from ..events.telling import emit, generation
 from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ..recording import leave
-from ..tracing import exporting, stands_in, transforms_active
+from ..tracing import exporting, functional, joined_columns, stands_in, transforms_active
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
 
@@ -324,9 +324,9 @@ class DotProductAttention(BasicOperation):
         (dq, dk, dv), sinks = self._backward(ctx, grad_output, inputs.split(qkv, settings))
         if not ctx.needs.input:
             return None, sinks
-        if settings.v_head_dim is None:
+        if settings.v_head_dim is None and not functional():
             return torch.cat([dq, dk, dv], 2).flatten(2), sinks
-        return torch.cat([grad.flatten(2) for grad in (dq, dk, dv)], 2), sinks
+        return joined_columns(grad.flatten(2) for grad in (dq, dk, dv)), sinks
 
     def _backward(
         self, ctx: OperationContext, grad_output: Tensor, x: Heads

@@ -17,6 +17,7 @@ from ..op import OperationContext
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
+from ..tracing import columns, functional, joined_columns
 from ..wgrad_overlap import WgradOverlap, compute
 from ._distributed import LinearSharding, gather_input, refuse_reference
 from ._linear_operation import LinearOperation
@@ -193,24 +194,26 @@ class BasicMergedLinear(OfProjections, LinearOperation):
         if dy.dtype != x.dtype:
             dy = dy.to(x.dtype)  # once for all
 
-        def gradient(columns: slice | None) -> Product:
-            return Product(dy if columns is None else dy[..., columns], x, scale)
+        def gradient(n: int | None) -> Product:
+            return Product(dy if n is None else columns(dy, self.sizes)[n], x, scale)
 
         return self.hand_over_all(gradient, ctx)
 
     def hand_over_all(
-        self, gradient: Callable[[slice | None], WeightGradient], ctx: OperationContext
+        self, gradient: Callable[[int | None], WeightGradient], ctx: OperationContext
     ) -> tuple[Tensor | None, ...]:
         """The same for gradients in any form: one GEMM for all where nobody else takes them.
 
+        A compiler sees one for each, as what it joins for one GEMM it copies.
+
         Args:
-            gradient: returns that of some columns of the output, or of all: None.
+            gradient: returns that of a projection, or of all: None.
             ctx: this operation's context in backward.
         """
         into_main_grad, into_grad = self.frozen_settings(ctx)
         needed = ctx.needs.parameters
         pieces: Sequence[Tensor] = ()
-        if all(needed):
+        if all(needed) and not functional():
             whole = gradient(None)
             if not (into_main_grad or (into_grad and isinstance(whole, Product))):
                 return tuple(compute(whole.value).split(self.sizes))
@@ -218,9 +221,9 @@ class BasicMergedLinear(OfProjections, LinearOperation):
                 pieces = compute(whole.value).split(self.sizes)
         used = kept_weights(ctx)
 
-        def handed(n: int, columns: slice) -> Tensor | None:
+        def handed(n: int) -> Tensor | None:
             return handed_over(
-                Computed(pieces[n]) if pieces else gradient(columns),
+                Computed(pieces[n]) if pieces else gradient(n),
                 used[n] if used else None,
                 lambda: self._weights()[n],
                 type(self).__name__,
@@ -228,12 +231,7 @@ class BasicMergedLinear(OfProjections, LinearOperation):
                 grad=into_grad,
             )
 
-        return tuple(
-            [
-                handed(n, columns) if need else None
-                for n, (columns, need) in enumerate(zip(self.columns(), needed))
-            ]
-        )
+        return tuple([handed(n) if need else None for n, need in enumerate(needed)])
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Weight) -> torch.dtype:
         """The dtype that the gradients of the weights go to, w of :meth:`operands`."""
@@ -298,7 +296,7 @@ class MergedBias(OfProjections):
             if whole is not None:
                 return whole.to(x.dtype)
         found = iter(biases)
-        return torch.cat(
+        return joined_columns(
             [
                 next(found).to(x.dtype) if name in self.owners else x.new_zeros(size)
                 for name, size in zip(self.names, self.sizes)
@@ -308,7 +306,7 @@ class MergedBias(OfProjections):
     def gradients(self, db: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """For each bias its share of the gradient ``db`` (Σ sizes,), if it is needed."""
         shares = [
-            share for name, share in zip(self.names, db.split(self.sizes)) if name in self.owners
+            share for name, share in zip(self.names, columns(db, self.sizes)) if name in self.owners
         ]
         return tuple([share if need else None for share, need in zip(shares, needed)])
 

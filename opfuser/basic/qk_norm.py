@@ -157,7 +157,7 @@ class QKNorm(BasicOperation):
         dx, dq, dk = qk_norm_backward(
             grad_output, x, *ctx.parameters, rstd, rotation, zero_centered, *wants
         )
-        if dx is not None:
+        if dx is not None and dx.dim() != grad_output.dim():  # saved as rows
             dx = dx.view_as(grad_output)
         return dx, (dq if need_dq else None, dk if need_dk else None)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
+from ..tracing import columns as columns_of
+from ..tracing import joined_columns
 from .operands import Operand, Stacked, as_rows, functional
 
 __all__ = ["stacked_dgrad", "stacked_forward"]
@@ -27,10 +29,12 @@ def stacked_forward(
 ) -> Tensor:
     """``y = s x Wᵀ + b + z``, of which each GEMM writes its columns; args as of ``forward``."""
     if functional():
-        y = torch.cat([linear(x, m) for m in w.matrices], -1)
-        y = y if scale is None else y * scale
-        y = y if bias is None else y + bias
-        return y if add is None else y + add
+        parts = [linear(x, m) for m in w.matrices]
+        parts = parts if scale is None else [y * scale for y in parts]
+        for term in (bias, add):
+            if term is not None:
+                parts = [y + t for y, t in zip(parts, columns_of(term, w.sizes))]
+        return joined_columns(parts)
     rows, alpha = as_rows(x), 1 if scale is None else scale
     in_place = in_place and add is not None and add.is_contiguous()
     if add is None:
@@ -60,7 +64,7 @@ def stacked_dgrad(
     if add is not None and add.dtype != w.dtype:
         return stacked_dgrad(dy, w, scale=scale, add=None, in_place=False) + add
     if functional():
-        terms: list[Tensor] = [a @ m for a, m in zip(dy.split(w.sizes, -1), w.matrices)]
+        terms: list[Tensor] = [a @ m for a, m in zip(columns_of(dy, w.sizes), w.matrices)]
         dx = terms[0]
         for term in terms[1:]:
             dx = dx + term

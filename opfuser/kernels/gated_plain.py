@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..tracing import columns, each_column, joined_columns
 from .cpu_blocks import at_once, row_blocks
 from .scalar import ScalarFunction, cast, wide_dtype
 
@@ -46,7 +47,7 @@ class Glu:
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Views of a and b: ``(…, F)``, or ``(…, F / interleave, interleave)``."""
         if self.interleave is None:
-            a, b = x.chunk(2, -1)
+            a, b = columns(x, [x.shape[-1] // 2] * 2)
             return a, b
         blocks = x.unflatten(-1, (-1, 2, self.interleave))
         return blocks.select(-2, 0), blocks.select(-2, 1)
@@ -142,12 +143,16 @@ def _gradients(
     return [da, up_backward(v.mul_(g), out=db_out)], h
 
 
+def _wide(x: Tensor) -> Tensor:
+    return each_column(lambda t: cast(t, wide_dtype(t.dtype)), x)
+
+
 def _forward(f: _Function, x: Tensor, scales: Tensor | None) -> Tensor:
     """``y = h s``, contiguous, in the dtype of x."""
     wide = wide_dtype(x.dtype)
     x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
     if at_once(x):
-        return cast(_value(f, cast(x, wide), s), x.dtype)
+        return cast(_value(f, _wide(x), s), x.dtype)
     *leading, cols = x.shape
     y = x.new_empty(*leading, cols // 2 if isinstance(f, Glu) else cols)
     for x_rows, s_rows, y_rows in row_blocks(x, s, y):
@@ -228,17 +233,17 @@ def _backward_traced(
     """The same without ``out``: torch.compile fuses it as it likes."""
     wide = wide_dtype(x.dtype)
     s = None if scales is None else cast(scales, wide).unsqueeze(-1)
-    z, dy = cast(x, wide), cast(dy, wide)
+    z, dy = _wide(x), cast(dy, wide)
     dx = dscales = y = None
     if want_dx:
         want_h = want_y or (want_dscales and s is not None)
         grads, h = _gradients(f, dy if s is None else dy * s, z, want_h)
         if isinstance(f, Glu) and f.interleave is not None:
             parts = [t.unflatten(-1, (-1, f.interleave)) for t in grads]
-            dx = torch.stack(parts, -2).flatten(-3)
+            dx = cast(torch.stack(parts, -2).flatten(-3), x.dtype)
         else:
-            dx = torch.cat(grads, -1)
-        dx = cast(dx, x.dtype).contiguous()
+            # Rounded before they are joined: a compiler would store the wide ones.
+            dx = joined_columns(cast(grad, x.dtype) for grad in grads)
     else:
         h = _value(f, z, None)
     if want_dscales and s is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tracing import functional
+from ..tracing import columns, functional, joined_columns
 from .cpu_blocks import at_once
 from .scalar import cast, wide_dtype
 from .tiling import empty_contiguous
@@ -65,12 +65,11 @@ def rotary(x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bo
     y = empty_contiguous(x)
     if not y.numel():
         return y
+    if functional():
+        *turning, values = _apart(x, period, kv_heads, head_dim)
+        return _together(x, [*[_turned(heads, rotation, back) for heads in turning], values])
     xs = _heads(x, period, head_dim)
     sizes = [xs.shape[2] - kv_heads, kv_heads]
-    if functional():
-        qk, v = xs.split_with_sizes(sizes, 2)
-        qk = _turned(cast(qk, rotation.cos.dtype), *_angles(rotation), interleaved, back)
-        return torch.cat([cast(qk, x.dtype), v], 2).view(x.shape)
     ys = _heads(y, period, head_dim)
     parts = xs.split_with_sizes(sizes, 2), ys.split_with_sizes(sizes, 2)
     cos, sin = _angles(rotation)
@@ -103,17 +102,18 @@ def qk_norm(
         return NormedHeads(y, rstd)
     period = _count(x) if rotation is None else rotation.period
     angles = None if rotation is None else _angles(rotation)
+    if functional():
+        *turning, values = _apart(x, period, kv_heads, head_dim)
+        turned, norms = [], []
+        for heads, weight in zip(turning, (q_weight, k_weight)):
+            wide, scale = cast(heads, dtype), cast(weight, dtype)
+            norm = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            wide = wide * norm * (scale + 1 if zero_centered else scale)
+            turned.append(_turned(wide, rotation, False, x.dtype))
+            norms.append(norm.reshape(*x.shape[:-1], -1))
+        return NormedHeads(_together(x, [*turned, values]), joined_columns(norms))
     xs = _heads(x, period, head_dim)
     scales = _scales(q_weight, k_weight, active - kv_heads, kv_heads, dtype, zero_centered)
-    if functional():
-        qk, v = xs.split_with_sizes([active, kv_heads], 2)
-        qk = cast(qk, dtype)
-        norm = torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps)
-        qk = qk * norm * scales
-        if rotation is not None and angles is not None:
-            qk = _turned(qk, *angles, rotation.interleaved, False)
-        y = torch.cat([cast(qk, x.dtype), v], 2).view(x.shape)
-        return NormedHeads(y, norm.view(rstd.shape))
     ys = _heads(y, period, head_dim)
     rstds = rstd.view(-1, period, active, 1)
     for block in _blocks(xs):
@@ -148,6 +148,10 @@ def qk_norm_backward(
     """
     head_dim, active = q_weight.shape[0], rstd.shape[-1]
     queries = 2 * active - x.shape[-1] // head_dim
+    if functional():
+        return _qk_norm_backward_traced(
+            dy, x, (q_weight, k_weight), rstd, rotation, zero_centered, want_dx, want_dw
+        )
     dx = empty_contiguous(x) if want_dx else None
     sums = torch.zeros((active, head_dim), dtype=rstd.dtype, device=x.device)
     if x.numel():
@@ -182,6 +186,34 @@ def qk_norm_backward(
     return QKNormGrads(dx, dq, dk)
 
 
+def _qk_norm_backward_traced(
+    dy: Tensor,
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    rstd: Tensor,
+    rotation: Rotation | None,
+    zero_centered: bool,
+    want_dx: bool,
+    want_dw: bool,
+) -> QKNormGrads:
+    """The same without ``out``, for queries and for keys."""
+    head_dim, active = weights[0].shape[0], rstd.shape[-1]
+    kv_heads = x.shape[-1] // head_dim - active
+    period = _count(x) if rotation is None else rotation.period
+    *dqk, dv = _apart(dy, period, kv_heads, head_dim)
+    *qk, _ = _apart(x, period, kv_heads, head_dim)
+    rstds = columns(rstd, [active - kv_heads, kv_heads])
+    dxs, dws = [], []
+    for grad, heads, factors, weight in zip(dqk, qk, rstds, weights):
+        g = _turned(cast(grad, rstd.dtype), rotation, True)
+        norm = factors.reshape(-1, period, heads.shape[2], 1)
+        h, scale = heads * norm, cast(weight, rstd.dtype)
+        dws.append(cast((g * h).sum((0, 1, 2)), weight.dtype) if want_dw else None)
+        dh = g * (scale + 1 if zero_centered else scale)
+        dxs.append(cast(norm * (dh - h * (dh * h).mean(-1, keepdim=True)), x.dtype))
+    return QKNormGrads(_together(x, [*dxs, dv]) if want_dx else None, *dws)
+
+
 def _count(x: Tensor) -> int:
     # Not by numel() of a torch.Size: a tracer would take it to be fixed.
     return math.prod(x.shape[:-1])
@@ -189,6 +221,21 @@ def _count(x: Tensor) -> int:
 
 def _heads(packed: Tensor, period: int, head_dim: int) -> Tensor:
     return packed.reshape(-1, period, packed.shape[-1] // head_dim, head_dim)
+
+
+def _apart(packed: Tensor, period: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+    """Heads of the queries, of the keys, and of the values; all as queries where there are none."""
+    heads = packed.shape[-1] // head_dim
+    sizes = [heads - 2 * kv_heads, kv_heads, kv_heads] if kv_heads else [heads, 0]
+    parts = columns(packed, [size * head_dim for size in sizes])
+    return [t.reshape(-1, period, size, head_dim) for t, size in zip(parts, sizes)]
+
+
+def _together(packed: Tensor, parts: list[Tensor]) -> Tensor:
+    """The inverse, of the shape of ``packed``."""
+    *leading, _ = packed.shape
+    flat = [cast(t, packed.dtype).reshape(*leading, t.shape[2] * t.shape[3]) for t in parts]
+    return joined_columns(flat)
 
 
 def _blocks(heads: Tensor) -> list[slice]:
@@ -215,9 +262,6 @@ def _turn(
     dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> None:
     """Writes heads with their pairs turned to ``dst``; ``src`` is in the dtype of the angles."""
-    if functional():
-        dst.copy_(_turned(src, cos, sin, interleaved, back))
-        return
     if dst.dtype != src.dtype:
         wide = src.new_empty(src.shape)
         _turn(wide, src, cos, sin, interleaved, back)
@@ -240,14 +284,21 @@ def _turn(
     torch.mul(b, cos, out=b_out).addcmul_(a, sin, value=sign)
 
 
-def _turned(src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    """Heads with their pairs turned, in a new tensor; all in the dtype of the angles."""
-    size = 2 * cos.shape[-1]
-    a, b = _pairs(src, size, interleaved)
+def _turned(
+    heads: Tensor, rotation: Rotation | None, back: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Heads with their pairs turned, in a new tensor, of their own dtype unless one is given."""
+    dtype = dtype or heads.dtype
+    if rotation is None:
+        return cast(heads, dtype)
+    cos, sin = _angles(rotation)
+    size, interleaved = 2 * cos.shape[-1], rotation.interleaved
+    a, b = _pairs(cast(heads, cos.dtype), size, interleaved)
     sin = -sin if back else sin
-    a, b = a * cos - b * sin, b * cos + a * sin
+    # Rounded before they are joined: a compiler would store the wide ones.
+    a, b = cast(a * cos - b * sin, dtype), cast(b * cos + a * sin, dtype)
     parts = [torch.stack([a, b], -1).flatten(-2)] if interleaved else [a, b]
-    rest = [src[..., size:]] if size < src.shape[-1] else []
+    rest = [cast(heads[..., size:], dtype)] if size < heads.shape[-1] else []
     return torch.cat([*parts, *rest], -1)
 
 

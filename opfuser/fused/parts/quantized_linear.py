@@ -303,9 +303,10 @@ class QuantizedLinearPart(LinearPart):
         dtype = self.linear.weight_grad_dtype(ctx, w)
         how = self._how("wgrad", w, dtype)
 
-        def gradient(columns: slice | None) -> WeightGradient:
-            if columns is None:
+        def gradient(n: int | None) -> WeightGradient:
+            if n is None:
                 return ScaledProduct(self._grad_codes(ctxs, dy), codes, how)
+            columns = self.linear.columns()[n]
             return ScaledProduct(self._codes_of_columns(ctxs, dy, columns), codes, how)
 
         return self.linear.hand_over_all(gradient, ctx)
