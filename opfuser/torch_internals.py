@@ -40,6 +40,9 @@ from .errors import TorchVersionError, explain
 F = TypeVar("F", bound=Callable[..., Any])
 
 TESTED = "2.11 to 2.15"
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+CLAMP_PASSES_AT_LIMITS = VERSION < (2, 14)
+"""Whether the gradient of ``torch.clamp`` is 1 where x is at a limit; since torch 2.14 it is 0."""
 lacking: list[str] = []
 """Names that the installed torch does not have."""
 
