@@ -166,6 +166,20 @@ class Doubled(torch.autograd.Function):
         return dy
 
 
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -284,6 +298,18 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "no_grad": (without_gradients, "computes linear with gradients switched"),
     "autocast": (in_other_autocast, "computes linear with autocast switched"),
     "function": (lambda self, x: Doubled.apply(x), "has an autograd function, Doubled"),
+    "function twice": (
+        lambda self, x: self.inner(x) + Doubled.apply(Doubled.apply(x)),
+        "has an autograd function, Doubled",
+    ),
+    "function in C": (
+        lambda self, x: functools.partial(Doubled.apply, x)(),
+        "has an autograd function, Doubled",
+    ),
+    "function with its context apart": (
+        lambda self, x: next(map(Tripled.apply, [x])),
+        "has an autograd function, Tripled",
+    ),
     "saved": (with_saved_hooks, "has saved hooks"),
     "checkpoint": (
         lambda self, x: checkpoint(self.inner, x, use_reentrant=False),
