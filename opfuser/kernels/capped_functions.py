@@ -115,7 +115,7 @@ class SoftCappedSquaredRelu(ScalarFunction):
 
 
 def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor | None) -> Tensor:
-    """``dy`` where ``low < x < high``, and at the limits if ``torch.clamp`` passes it there; or 0."""
+    """``dy`` where x is within the limits, or at one if ``torch.clamp`` passes it there, else 0."""
     # The kernel, several times faster than comparing and selecting, leaves the limits themselves
     # out; it compares in fp32 or wider.
     grow = 1 + torch.finfo(wide_dtype(x.dtype)).eps if CLAMP_PASSES_AT_LIMITS else 1.0

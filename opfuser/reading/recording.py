@@ -213,13 +213,7 @@ class Recording:
             if event == "return":
                 self._returns(frame, argument)
             elif event == "c_call":
-                if argument in _SETTINGS:
-                    self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
-                elif isinstance(own := argument.__self__, GENERATORS):
-                    self._drawn.setdefault(id(own), state_of(own))
-                    self.note_effect("draws random numbers")
-                elif isinstance(own, _FUNCTIONS) and argument.__name__ == "apply":
-                    self._apply(frame, own)
+                self._calls_c(frame, argument)
             elif frame is self._function:
                 self._function = None
                 internals.set_grad_enabled(True)
@@ -234,6 +228,24 @@ class Recording:
         if (id(code), id(around)) in self._seen:
             return
         self._seen[id(code), id(around)] = code
+        self._new_code(frame)
+
+    def _calls_c(self, frame: types.FrameType, function: Any) -> None:
+        """Notes what a function in C does that a frame calls."""
+        if function in _SETTINGS:
+            self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
+        elif isinstance(own := function.__self__, GENERATORS):
+            self._drawn.setdefault(id(own), state_of(own))
+            self.note_effect("draws random numbers")
+        elif isinstance(own, _FUNCTIONS) and function.__name__ == "apply":
+            self.note_effect(f"has an autograd function, {own.__name__}")
+            if torch.is_grad_enabled():  # as it would save for a backward, and tell hooks of that
+                self._function = frame
+                internals.set_grad_enabled(False)
+
+    def _new_code(self, frame: types.FrameType) -> None:
+        """Notes what code is that is executed for the first time."""
+        code, around = frame.f_code, frame.f_globals
         if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
             self._watched[id(code)] = self._apply_part
             self._apply_part(frame)
@@ -288,13 +300,6 @@ class Recording:
                     self.observed.kind(value, attribute)
         self.observed.row(holder, name, value)
         self.observed.look_into(name, value)
-
-    def _apply(self, frame: types.FrameType, function: type) -> None:
-        """An autograd function is about to be called by a frame."""
-        self.note_effect(f"has an autograd function, {function.__name__}")
-        if torch.is_grad_enabled():  # as it would save tensors for a backward, and tell their hooks
-            self._function = frame
-            internals.set_grad_enabled(False)
 
     def _apply_part(self, frame: types.FrameType) -> None:
         """Forward or ``setup_context`` of an autograd function, which code in C may have called."""
