@@ -30,7 +30,7 @@ from opfuser.reading.tracer import trace
 
 from .families import layer_of, stream
 from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
-from .tiny import BATCH, LENGTH, model_of, transformers
+from .tiny import BATCH, CACHE, LENGTH, model_of, transformers
 
 HEADS, KEYS, SIZE = 4, 2, 8
 WIDTH = HEADS * SIZE
@@ -534,12 +534,12 @@ def test_a_cache_is_extended_as_by_the_layer(
     def cache() -> Any:
         made = transformers.DynamicCache(config=model.config)
         if past:
-            model(ids[:, :past], past_key_values=made, use_cache=True)
+            model(ids[:, :past], **{CACHE: made}, use_cache=True)
         return made
 
     given = {"input_ids": ids[:, past:], "attention_mask": torch.ones(BATCH, past + new)}
     with torch.no_grad():
-        example = layer_of(model, **given, past_key_values=cache(), use_cache=True)
+        example = layer_of(model, **given, **{CACHE: cache()}, use_cache=True)
         caches = [cache(), cache()]
 
         def exchanged(leaf: Any) -> Any:

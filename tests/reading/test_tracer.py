@@ -29,6 +29,7 @@ import opfuser
 from opfuser.reading.kept import KeptError, NotNowError
 from opfuser.reading.tracer import trace
 from tests.reading.modules import WIDTH, Computes, effects, given, ops, recomputed, traced
+from tests.reading.tiny import CACHE
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -573,11 +574,11 @@ def test_a_cache_is_not_written_to_and_its_update_is_one_node() -> None:
     layer = llama_layer("eager").eval()
     x, rotary = llama_call()
     with torch.no_grad():
-        layer(x, past_key_values=cache, **rotary)
+        layer(x, **{CACHE: cache}, **rotary)
         before = [layer.keys.clone() for layer in cache.layers]
         x, rotary = llama_call(1)
         mask = torch.zeros(3, 1, 1, 6)
-        found = trace(layer, (x, mask), {"past_key_values": cache, **rotary})
+        found = trace(layer, (x, mask), {CACHE: cache, **rotary})
     assert all(map(torch.equal, before, (layer.keys for layer in cache.layers)))
     (update,) = (node for node in found.dataflow.nodes if node.op == "cache.update")
     assert update.kwargs == {"layer": 0}
