@@ -9,11 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# constraints-oldest.txt and constraints-newest.txt say which torch and triton these are.
-VERSIONS := oldest newest
+# A file each says what is not as in constraints.txt.
+VERSIONS := $(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt))
 TEST_VERSIONS := $(VERSIONS:%=test-%)
-# Kernels, and what depends on torch most: its compiler, and numbers.
-OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_numerics.py
 
 .PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) sweep check lint format types imports docs dist bench
 
@@ -23,8 +21,8 @@ help:
 	@echo "             train it on two processes         PROCESSES=n, ARGS='...'"
 	@echo "make test    run all tests, on all cores  ARGS='...' for pytest's options"
 	@echo "make test-versions"
-	@echo "             run the tests of kernels and compilation with the oldest and the newest torch"
-	@echo "             and triton (make test-oldest, make test-newest): downloads gigabytes"
+	@echo "             run all tests with every torch that is supported, one after the other"
+	@echo "             ($(TEST_VERSIONS)): downloads gigabytes"
 	@echo "make soak    train in FP8 with each recipe, break off and resume on 1, 2 and 4 processes:"
 	@echo "             an hour or more           ARGS='--recipes delayed --ranks 1 2 --steps 100'"
 	@echo "make sweep   read every family that transformers can make tiny, in fp64 and with mutations, and"
@@ -64,7 +62,7 @@ test-versions: $(TEST_VERSIONS)
 $(TEST_VERSIONS): test-%: .venv-%/.ready
 	@.venv-$*/bin/python -c "import numpy, sys, torch, triton; print('Python', sys.version.split()[0], \
 	  *(f'{m.__name__} {m.__version__}' for m in (torch, triton, numpy)), sep=', ')"
-	.venv-$*/bin/python -m $(PYTEST) $(OF_VERSIONS) $(ARGS)
+	.venv-$*/bin/python -m $(PYTEST) $(ARGS)
 
 check: lint format types imports
 
@@ -121,9 +119,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 # triton last, and by itself: torch asks for one that need not be it.
-$(VERSIONS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml constraints-%.txt
+$(VERSIONS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml constraints.txt constraints/torch-%.txt
 	$(call environment,.venv-$*)
-	grep -v '^triton' constraints-$*.txt > .venv-$*/constraints.txt
-	.venv-$*/bin/python $(PIP_INSTALL) -c .venv-$*/constraints.txt -e '.[test]'
-	.venv-$*/bin/python $(PIP_INSTALL) --no-deps -r constraints-$*.txt
+	grep -vE "^($$(sed -n 's/==.*//p' constraints/torch-$*.txt | paste -sd '|'))==" constraints.txt \
+	  | cat - constraints/torch-$*.txt | grep -v '^triton' > .venv-$*/constraints.txt
+	.venv-$*/bin/python $(PIP_INSTALL) -c .venv-$*/constraints.txt -e '.[dev]'
+	.venv-$*/bin/python $(PIP_INSTALL) --no-deps -r constraints/torch-$*.txt
 	@touch $@

@@ -39,7 +39,10 @@ from .errors import TorchVersionError, explain
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TESTED = "2.11 to 2.15"
+TESTED = {"torch": "2.11 to 2.15", "triton": "3.6 to 3.9"}
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+CLAMP_PASSES_AT_LIMITS = VERSION < (2, 14)
+"""Whether the gradient of ``torch.clamp`` is 1 where x is at a limit; since torch 2.14 it is 0."""
 lacking: list[str] = []
 """Names that the installed torch does not have."""
 
@@ -69,7 +72,7 @@ def _needed(name: str, by: str, *, built: bool = True) -> Any:
             explain(
                 f"{by} needs {name.replace(':', '.')}",
                 received=f"torch {torch.__version__}, which does not have it",
-                remedy=f"Install a torch from {TESTED}, or do without",
+                remedy=f"Install a torch from {TESTED['torch']}, or do without",
             )
         )
 
@@ -492,7 +495,7 @@ def flash_attn_backwards(library: Any) -> tuple[Any, Any] | None:
 
 if lacking:
     warnings.warn(
-        f"opfuser is tested with torch {TESTED}. torch {torch.__version__} lacks "
+        f"opfuser is tested with torch {TESTED['torch']}. torch {torch.__version__} lacks "
         f"{', '.join(dict.fromkeys(lacking))}: what depends on it is slower, or raises an error.",
         stacklevel=2,
     )

@@ -278,8 +278,8 @@ class ClampedSwiGLU(_GatedActivation):
     r"""SwiGLU with clamped inputs: :math:`y = a' \sigma(\alpha a') (b' + \mathrm{offset})`.
 
     Here :math:`a' = \min(a, \mathrm{limit})` and b' is b clamped to ±limit; the gradient is zero
-    beyond the limits and not at them, as that of ``torch.clamp`` until torch 2.13. Shapes, layouts
-    and dtypes as in :class:`SwiGLU`.
+    beyond the limits, and at them what that of ``torch.clamp`` is: 1 until torch 2.13, 0 since.
+    Shapes, layouts and dtypes as in :class:`SwiGLU`.
 
     Source: OpenAI, gpt-oss, ``gpt_oss/torch/model.py``, which interleaves gates and linear units.
 

@@ -281,7 +281,7 @@ _NOT_BATCHED = explain(
 
 
 _NO_KEYWORDS = keywords_of(None)
-# _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
+# Without the Python wrapper of torch before 2.14, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
 _apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
 

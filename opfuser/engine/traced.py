@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals import compiling, is_view
+from ..torch_internals import VERSION, compiling, is_view
 from ..tracing import exporting, transforms_active
 from .autograd import batched_like, execute_eagerly, returned
 from .exported import execute_exported
@@ -23,7 +23,7 @@ from .steps import zeros
 
 __all__ = ["execute"]
 
-_OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+_OLD_DYNAMO = VERSION < (2, 12)
 
 
 def execute(

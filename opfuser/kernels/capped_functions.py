@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..torch_internals import CLAMP_PASSES_AT_LIMITS
 from .functions import Swish
 from .scalar import Backward, ScalarFunction, grad_input, reuse, rounded_once, wide_dtype
 
@@ -114,19 +115,11 @@ class SoftCappedSquaredRelu(ScalarFunction):
 
 
 def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor | None) -> Tensor:
-    """``dy`` where ``low <= x <= high``, else 0."""
+    """``dy`` where x is within the limits, or at one if ``torch.clamp`` passes it there, else 0."""
     # The kernel, several times faster than comparing and selecting, leaves the limits themselves
     # out; it compares in fp32 or wider.
-    grow = 1 + torch.finfo(wide_dtype(x.dtype)).eps
+    grow = 1 + torch.finfo(wide_dtype(x.dtype)).eps if CLAMP_PASSES_AT_LIMITS else 1.0
     return grad_input(_aten.hardtanh_backward, dy, x, low * grow, high * grow, out=out)
-
-
-def _clamp(x: Tensor, low: float, high: float) -> Tensor:
-    """``x`` clamped, with :func:`_clamp_backward` as its gradient.
-
-    That of ``torch.clamp`` was the same until torch 2.13, and is 0 at the limits since.
-    """
-    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ class ClampedSwish(ScalarFunction):
         return _clamp_backward(dc, x, -math.inf, self.limit, reuse(dc) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
-        c = _clamp(x, -math.inf, self.limit)
+        c = torch.clamp_max(x, self.limit)
         return c * torch.sigmoid(self.alpha * c)
 
 
@@ -176,4 +169,4 @@ class ShiftedClamp(ScalarFunction):
         return _clamp_backward(dy, x, -self.limit, self.limit, out)
 
     def reference(self, x: Tensor) -> Tensor:
-        return _clamp(x, -self.limit, self.limit) + self.offset
+        return torch.clamp(x, -self.limit, self.limit) + self.offset

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
@@ -41,6 +42,7 @@ _WRAPPERS = "nn.parallel.", "distributed.fsdp."
 _SETTINGS = internals.SETTINGS.union(
     (globals, os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
 )
+_FUNCTIONS = type(torch.autograd.Function)
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -84,7 +86,6 @@ class Recording:
         opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
         self.observed = Observed(root, opaque, note_effect, keep)
         watched: list[tuple[Any, Callable[[types.FrameType], None]]] = [
-            (torch.autograd.Function.apply, self._autograd_function),
             (checkpoint, self._effect("is checkpointed")),
             (torch.autograd.graph.saved_tensors_hooks.__init__, self._effect("has saved hooks")),
             (nn.Module.__init__, self._creation),
@@ -212,11 +213,10 @@ class Recording:
             if event == "return":
                 self._returns(frame, argument)
             elif event == "c_call":
-                if argument in _SETTINGS:
-                    self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
-                elif isinstance(own := argument.__self__, GENERATORS):
-                    self._drawn.setdefault(id(own), state_of(own))
-                    self.note_effect("draws random numbers")
+                self._calls_c(frame, argument)
+            elif frame is self._function:
+                self._function = None
+                internals.set_grad_enabled(True)
             return
         code, around = frame.f_code, frame.f_globals
         if self._apart is None and (code is _IMPORT or id(code) in self.observed.cached):
@@ -228,6 +228,27 @@ class Recording:
         if (id(code), id(around)) in self._seen:
             return
         self._seen[id(code), id(around)] = code
+        self._new_code(frame)
+
+    def _calls_c(self, frame: types.FrameType, function: Any) -> None:
+        """Notes what a function in C does that a frame calls."""
+        if function in _SETTINGS:
+            self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
+        elif isinstance(own := function.__self__, GENERATORS):
+            self._drawn.setdefault(id(own), state_of(own))
+            self.note_effect("draws random numbers")
+        elif isinstance(own, _FUNCTIONS) and function.__name__ == "apply":
+            self.note_effect(f"has an autograd function, {own.__name__}")
+            if torch.is_grad_enabled():  # as it would save for a backward, and tell hooks of that
+                self._function = frame
+                internals.set_grad_enabled(False)
+
+    def _new_code(self, frame: types.FrameType) -> None:
+        """Notes what code is that is executed for the first time."""
+        code, around = frame.f_code, frame.f_globals
+        if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            self._watched[id(code)] = self._apply_part
+            self._apply_part(frame)
         file = str(around.get("__name__", ""))
         top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
@@ -260,9 +281,6 @@ class Recording:
             self.observed.kept_results.add(cache)
         if frame is self._apart:
             self._apart = None
-        elif frame is self._function:
-            self._function = None
-            internals.set_grad_enabled(True)
 
     def _named(self, holder: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         """Notes what a name stands for, and in modules and classes what other names may."""
@@ -283,11 +301,10 @@ class Recording:
         self.observed.row(holder, name, value)
         self.observed.look_into(name, value)
 
-    def _autograd_function(self, frame: types.FrameType) -> None:
-        self.note_effect(f"has an autograd function, {frame.f_locals['cls'].__name__}")
-        if torch.is_grad_enabled():  # as it would save tensors for a backward, and tell their hooks
-            self._function = frame
-            internals.set_grad_enabled(False)
+    def _apply_part(self, frame: types.FrameType) -> None:
+        """Forward or ``setup_context`` of an autograd function, which code in C may have called."""
+        context = type(frame.f_locals[frame.f_code.co_varnames[0]]).__name__
+        self.note_effect(f"has an autograd function, {context.removesuffix('Backward')}")
 
     def _effect(self, text: str) -> Callable[[types.FrameType], None]:
         return lambda frame: self.note_effect(text)

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-__all__ = ["CacheStandIn", "LayerIndex", "Update", "cached_length", "is_cache"]
+__all__ = [
+    "MORE",
+    "CacheStandIn",
+    "LayerIndex",
+    "Update",
+    "cached_length",
+    "ignores_more",
+    "is_cache",
+]
+
+
+MORE = "updates its cache with more than keys and values"
 
 
 class Update(NamedTuple):
@@ -19,12 +30,26 @@ class Update(NamedTuple):
         holder: path of the module whose ``layer_idx`` is the layer; None if ``layer`` is.
         layer: of the cache.
         queries: how many keys are added, as an expression of the sizes ``s`` of the call.
+        more: whether it is given more than keys and values, which has to change nothing.
     """
 
     cache: int
     holder: str | None
     layer: int
     queries: str
+    more: bool
+
+
+def ignores_more(cache: Any, layer: int) -> bool:
+    """Whether a layer of a cache does nothing with what it is given besides keys and values.
+
+    From transformers 5.24 on models hand on their keywords, for paged caches alone.
+    """
+    layers = getattr(cache, "layers", ())
+    missing = getattr(cache, "layer_class_to_replicate", None)
+    kinds = type(cache), type(layers[layer]) if layer < len(layers) else missing
+    updates = (getattr(kind, "update", None) for kind in kinds)
+    return all(getattr(f, "__module__", "") == "transformers.cache_utils" for f in updates)
 
 
 def cached_length(cache: Any, queries: int, layer: int) -> int:
@@ -32,7 +57,7 @@ def cached_length(cache: Any, queries: int, layer: int) -> int:
     return int(cache.get_mask_sizes(queries, layer)[0])
 
 
-Record = Callable[[Any, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+Record = Callable[[Any, Tensor, Tensor, Any, bool], tuple[Tensor, Tensor]]
 
 
 def is_cache(value: Any) -> bool:
@@ -65,9 +90,10 @@ class CacheStandIn:
         self, keys: Tensor, values: Tensor, layer_idx: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values so far, of the shapes that the cache would return."""
+        more = kwargs.pop("kwargs", None) is not None
         if any(leaf is not None for leaf in (*args, *kwargs.values())):
-            self._keep("updates its cache with more than keys and values")
-        return self._record(self._cache, keys, values, layer_idx)
+            self._keep(MORE)
+        return self._record(self._cache, keys, values, layer_idx, more)
 
     def __getattr__(self, name: str) -> Any:
         self._keep(f"reads '{name}' of its cache")

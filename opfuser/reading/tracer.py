@@ -21,7 +21,7 @@ from .kept import KeptError, NotNowError
 from .reads import Reads
 from .recording import is_tracing
 from .sizes import Sizes, function_of
-from .stand_ins import Update, cached_length
+from .stand_ins import Update, cached_length, ignores_more
 from .tracing_mode import TracingMode
 
 __all__ = ["Trace", "device_of", "trace"]
@@ -65,6 +65,8 @@ class Trace:
             queries, layer = function_of(update.queries)(key.sizes), update.layer
             if update.holder is not None:
                 layer = module.get_submodule(update.holder).layer_idx  # type: ignore[assignment]
+            if update.more and not ignores_more(key.caches[update.cache], layer):
+                return False
             sizes.append(cached_length(key.caches[update.cache], queries, layer))
         return bool(self._meets(tuple(sizes)))
 

@@ -19,7 +19,7 @@ from .kept import KeptError
 from .reads import is_scalar
 from .recording import Recording
 from .sizes import Size, Sizes, plain
-from .stand_ins import CacheStandIn, LayerIndex, Update, cached_length, is_cache
+from .stand_ins import MORE, CacheStandIn, LayerIndex, Update, cached_length, ignores_more, is_cache
 from .torch_functions import (
     DRAWS,
     OF_DEVICE,
@@ -299,9 +299,11 @@ class TracingMode(TorchFunctionMode):
         operands = map_leaves(self.value_of, args)
         self.append(Node(op, function, operands, {}, self.place, effect=text), [])
 
-    def update(self, cache: Any, keys: Tensor, values: Tensor, index: Any) -> Any:
+    def update(self, cache: Any, keys: Tensor, values: Tensor, index: Any, more: bool) -> Any:
         """Records the update of a cache by the keys and values of a layer."""
         holder, layer = index.of_cache() if type(index) is LayerIndex else (None, int(index))
+        if more and not ignores_more(cache, layer):
+            self.keep(MORE)
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
@@ -317,7 +319,7 @@ class TracingMode(TorchFunctionMode):
         self.sizes.add(length)
         number = next(i for i, c in enumerate(self.caches) if c is cache)
         path = self.paths.get(id(holder))
-        self.updates.append(Update(number, path, layer, known or str(queries)))
+        self.updates.append(Update(number, path, layer, known or str(queries), more))
         self.append(node, list(results), requires_grad=True)
         return results
 

@@ -18,6 +18,7 @@ from ..errors import ConfigError, counted
 from ..fusion_config import as_yaml
 from ..gemm_providers import names as gemm_providers
 from ..registry import effective, fusions, plugins, registry
+from ..torch_internals import TESTED
 from .machine import machine
 
 __all__ = ["Examination", "Row", "examine"]
@@ -43,9 +44,6 @@ _OTHER_VARIABLES = (
 )
 _OLDEST = 8, 0  # what kernels are compiled for by the tests
 _FP8, _FP4 = (8, 9), (10, 0)
-
-# No upper bound is asked for, which would take away a newer torch that people have already.
-NEWEST_TESTED = {"torch": (2, 15), "triton": (3, 9)}  # those of constraints-newest.txt
 
 
 class Row(NamedTuple):
@@ -297,12 +295,13 @@ def _problems_of_versions() -> Iterator[str]:
                 f"{requirement.name} {version} is installed, and opfuser needs "
                 f"{requirement.bounds}."
             )
-    for name, newest in NEWEST_TESTED.items():
-        version = _installed(name)
-        if version is not None and _numbers(version)[:2] > newest:
+    # No upper bound is asked for, which would take away a newer torch that people have already.
+    for name, tested in TESTED.items():
+        version, newest = _installed(name), tested.rpartition(" ")[2]
+        if version is not None and _numbers(version)[:2] > _numbers(newest):
             yield (
                 f"{name} {version} is installed, and the newest that opfuser was tested with is "
-                f"{newest[0]}.{newest[1]}."
+                f"{newest}."
             )
 
 

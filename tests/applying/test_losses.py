@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import opfuser
 from opfuser.applying import report
 from opfuser.errors import NotSupportedError
+from tests.reading.tiny import CACHE
 
 from .models import IDS, NanoGPT, llama, nano_gpt
 
@@ -184,11 +185,11 @@ def test_a_layer_that_fails_stores_no_keys() -> None:
     opfuser.apply(model)
     cache = caches.DynamicCache()
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE: cache})
         assert "layers.0" in [entry.path for entry in report(model).computed]
         failing.append(1)
         with pytest.raises(ZeroDivisionError):
-            model(IDS, past_key_values=cache)
+            model(IDS, **{CACHE: cache})
     assert cache.get_seq_length() == IDS.shape[1]
     handle.remove()
 

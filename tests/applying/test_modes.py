@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuser
 from opfuser.applying import report
 from opfuser.errors import NotSupportedError
+from tests.reading.tiny import CACHE
 
 from .models import (
     IDS,
@@ -167,7 +168,7 @@ def test_a_cache_is_extended_as_without_apply() -> None:
                 out = m(ids, use_cache=True)
                 for token in (5, 9):
                     last = torch.full((len(ids), 1), token)
-                    out = m(last, past_key_values=out.past_key_values, use_cache=True)
+                    out = m(last, **{CACHE: out.past_key_values}, use_cache=True)
                 caches.append((out.last_hidden_state, out.past_key_values))
             (y, ours), (want, theirs) = caches
             torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
@@ -184,9 +185,7 @@ def test_a_cache_while_gradients_are_recorded() -> None:
         assert_equal_steps(step(model, use_cache=True), step(plain, use_cache=True))
     assert "layers.0" in paths(report(model))
     out, want = (m(IDS, use_cache=True) for m in (model, plain))
-    nexts = [
-        m(IDS[:, :1], past_key_values=o.past_key_values) for m, o in ((model, out), (plain, want))
-    ]
+    nexts = [m(IDS[:, :1], **{CACHE: o.past_key_values}) for m, o in ((model, out), (plain, want))]
     torch.testing.assert_close(*(o.last_hidden_state for o in nexts), rtol=1e-6, atol=1e-6)
     with pytest.raises(NotSupportedError, match=r"Gradients do not flow into keys and values"):
         nexts[0].last_hidden_state.sum().backward()

@@ -26,6 +26,7 @@ from opfuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from tests.reading.tiny import CACHE
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -558,7 +559,7 @@ def test_parts_of_layers_have_the_scales_of_layers() -> None:
         model(input_ids=ids(3), output_attentions=True)  # attention is not that of the layers
     with torch.no_grad(), opfuser.autocast(recipe=DELAYED):
         filled = model(input_ids=ids(4), use_cache=True).past_key_values
-        model(input_ids=ids(5, 1), past_key_values=filled, use_cache=True)
+        model(input_ids=ids(5, 1), **{CACHE: filled}, use_cache=True)
         model.generate(ids(4), max_new_tokens=3, do_sample=False)
     assert holders(model) == before
     assert all(a is b for a, b in zip([model.get_submodule(name) for name in before], states))

@@ -56,9 +56,10 @@ class Launch:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The current stream, which tests may change."""
+    """The current stream, which tests may change; none is captured, nor asked for without a GPU."""
     stream = [0]
     monkeypatch.setattr(torch_internals, "cuda_stream", lambda device: stream[0])
+    monkeypatch.setattr(torch_internals, "cuda_captures", lambda: False)
     return stream
 
 

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 import opfuser.hf
 from opfuser.errors import ArgumentTypeError, NotSupportedError
+from tests.reading.tiny import CACHE
 
 from .hf_models import (
     DECODER,
@@ -137,7 +138,7 @@ def test_a_cache_in_training_is_filled() -> None:
         torch.testing.assert_close(mine.values, theirs.values.detach())
     more = batch["input_ids"][:, :2]
     got, want = (
-        each(more, past_key_values=cache).logits for each, cache in zip((model, untouched), kept)
+        each(more, **{CACHE: cache}).logits for each, cache in zip((model, untouched), kept)
     )
     assert_close(got, want, 1e-5)
     assert calls(model) == {"reads keys of other calls, with gradients enabled": 2}
@@ -154,10 +155,10 @@ def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
         for part in (tokens[:, :5], tokens[:, 5:]):
             before = cache.get_seq_length()
             with pytest.raises(RuntimeError, match=r"match|Long, Int"):
-                model(tokens[:1] if before else part.float(), past_key_values=cache)
+                model(tokens[:1] if before else part.float(), **{CACHE: cache})
             assert cache.get_seq_length() == before
-            got = model(part, past_key_values=cache).logits
-            want = untouched(part, past_key_values=other).logits
+            got = model(part, **{CACHE: cache}).logits
+            want = untouched(part, **{CACHE: other}).logits
             assert_close(got, want, 1e-5)
     assert calls(model) == {}
 

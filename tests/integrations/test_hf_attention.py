@@ -16,7 +16,7 @@ from opfuser.applying import report
 from opfuser.errors import NotSupportedError
 from opfuser.integrations.hf.attention_function import attention_forward
 from tests.applying.models import IDS, assert_equal_steps, inputs_of, step
-from tests.reading.tiny import model_of
+from tests.reading.tiny import CACHE, model_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,7 +105,7 @@ def test_caches_hold_what_they_would(family: str) -> None:
                 cache = transformers.StaticCache(config=model.config, max_cache_len=12)
             with torch.no_grad():
                 outs = [
-                    model(input_ids=ids, past_key_values=cache)[0]
+                    model(input_ids=ids, **{CACHE: cache})[0]
                     for ids in (IDS[:, :4], IDS[:, 4:5], IDS[:, 5:])
                 ]
             found.append(torch.cat(outs, 1))

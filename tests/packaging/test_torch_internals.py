@@ -160,12 +160,14 @@ def test_installed_torch_has_every_name() -> None:
 
 
 def test_versions_are_those_of_the_constraints() -> None:
-    oldest, newest = torch_internals.TESTED.split(" to ")
-    for kind, version in (("oldest", oldest), ("newest", newest)):
-        text = (ROOT / f"constraints-{kind}.txt").read_text()
-        found = re.search(r"^torch==(\d+\.\d+)", text, re.MULTILINE)
-        assert found is not None
-        assert found[1] == version
+    texts = {path.stem: path.read_text() for path in ROOT.glob("constraints/torch-*.txt")}
+    for name, tested in torch_internals.TESTED.items():
+        pins = {
+            kind: re.findall(rf"^{name}==(\d+\.\d+)", text, re.M) for kind, text in texts.items()
+        }
+        numbers = sorted(tuple(map(int, pin.split("."))) for (pin,) in pins.values())
+        assert tested == " to ".join(".".join(map(str, numbers[end])) for end in (0, -1))
+        assert name != "torch" or all(kind == f"torch-{pin}" for kind, (pin,) in pins.items())
 
 
 # As a torch without them: what looks names up finds none that is private.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from opfuser.reading.tracer import trace
 
 from .families import layer_of, stream
 from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
-from .tiny import BATCH, LENGTH, model_of, transformers
+from .tiny import BATCH, CACHE, LENGTH, model_of, transformers
 
 HEADS, KEYS, SIZE = 4, 2, 8
 WIDTH = HEADS * SIZE
@@ -254,6 +256,37 @@ def test_heads_whose_ends_turn_after_a_norm() -> None:
 
     with pytest.raises(KeptError, match="normalises heads, and turns their last entries"):
         read_of(example_of(*angles(4), heads=heads))
+
+
+class TellsMore(Cached):
+    """Hands its keywords to the cache, as models do from transformers 5.24 on."""
+
+    starts = True
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        update = functools.partial(cache.update, kwargs={"scale": 2.0})
+        return super().forward(x, cos, sin, SimpleNamespace(update=update))
+
+
+class Scaling(transformers.cache_utils.DynamicLayer):
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(k * kwargs["kwargs"]["scale"], v)
+
+
+def test_keywords_reach_a_cache_that_may_read_them() -> None:
+    module = TellsMore()
+    module.out = nn.Linear(HEADS * 5, WIDTH).double()
+    given = stream(), *angles(4)
+    plain, other, scaling = [transformers.DynamicCache() for _ in range(3)]
+    scaling.layers.append(Scaling())
+    with torch.no_grad():
+        found = trace(module, (*given, plain), {})
+        got = build(read(found.dataflow), module)(given, cache=plain)
+        torch.testing.assert_close(got, module(*given, other))
+        assert found.takes(found.key._replace(caches=(transformers.DynamicCache(),)), module)
+        assert not found.takes(found.key._replace(caches=(scaling,)), module)
+        with pytest.raises(KeptError, match="updates its cache with more than keys and values"):
+            trace(module, (*given, scaling), {})
 
 
 def test_norms_of_heads_beside_values_of_another_size() -> None:
@@ -501,12 +534,12 @@ def test_a_cache_is_extended_as_by_the_layer(
     def cache() -> Any:
         made = transformers.DynamicCache(config=model.config)
         if past:
-            model(ids[:, :past], past_key_values=made, use_cache=True)
+            model(ids[:, :past], **{CACHE: made}, use_cache=True)
         return made
 
     given = {"input_ids": ids[:, past:], "attention_mask": torch.ones(BATCH, past + new)}
     with torch.no_grad():
-        example = layer_of(model, **given, past_key_values=cache(), use_cache=True)
+        example = layer_of(model, **given, **{CACHE: cache()}, use_cache=True)
         caches = [cache(), cache()]
 
         def exchanged(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from opfuser.reading.siblings import sibling_reads
 from opfuser.reading.tracer import Trace, trace
 from tests.reading.modules import WIDTH, Computes, given
 from tests.reading.test_tracer import llama_call, llama_layer
+from tests.reading.tiny import CACHE
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 llama = transformers.models.llama.modeling_llama
@@ -278,7 +279,7 @@ def test_the_number_of_a_layer_may_differ_where_a_cache_alone_is_told_of_it(
 ) -> None:
     first, second = layers
     x, rotary = llama_call()
-    given_cache = {"past_key_values": transformers.DynamicCache(), **rotary}
+    given_cache = {CACHE: transformers.DynamicCache(), **rotary}
     reads = trace(first, (x,), given_cache).reads
     assert sibling_reads(reads, second) is not None
     first.self_attn.layer_idx = 2

@@ -16,6 +16,7 @@ from opfuser.reading.dataflow import map_leaves
 from opfuser.reading.tracer import Trace, trace
 from tests.reading.modules import WIDTH, Computes
 from tests.reading.test_tracer import llama_call, llama_layer
+from tests.reading.tiny import CACHE
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -209,7 +210,7 @@ def test_the_length_of_a_cache_is_a_size_of_the_call(implementation: str) -> Non
         if cached:
             cache.update(*torch.randn(2, batch, 2, cached, 8), 0)
         x, tables = torch.randn(batch, queries, 32), torch.randn(2, batch, queries, 8)
-        return x, {"past_key_values": cache, "position_embeddings": tuple(tables)}
+        return x, {CACHE: cache, "position_embeddings": tuple(tables)}
 
     lengths = (3, 1, 0), (3, 1, 4), (5, 1, 9), (3, 5, 0), (5, 6, 0), (3, 5, 4), (3, 6, 7), (5, 9, 4)
     calls = [call(*sizes) for sizes in lengths]
@@ -227,8 +228,8 @@ def test_a_sibling_is_asked_for_its_own_length() -> None:
     layer, sibling = llama_layer(), llama_layer(index=1)
     cache = transformers.DynamicCache()
     x, rotary = llama_call()
-    found = trace(layer, (x,), {"past_key_values": cache, **rotary})
+    found = trace(layer, (x,), {CACHE: cache, **rotary})
     cache.update(torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4, 8), 0)
-    key = call_key(layer, (x,), {"past_key_values": cache, **rotary})
+    key = call_key(layer, (x,), {CACHE: cache, **rotary})
     assert not found.takes(key, layer)
     assert found.takes(key, sibling)

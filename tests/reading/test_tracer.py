@@ -29,6 +29,7 @@ import opfuser
 from opfuser.reading.kept import KeptError, NotNowError
 from opfuser.reading.tracer import trace
 from tests.reading.modules import WIDTH, Computes, effects, given, ops, recomputed, traced
+from tests.reading.tiny import CACHE
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -166,6 +167,20 @@ class Doubled(torch.autograd.Function):
         return dy
 
 
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -284,6 +299,18 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "no_grad": (without_gradients, "computes linear with gradients switched"),
     "autocast": (in_other_autocast, "computes linear with autocast switched"),
     "function": (lambda self, x: Doubled.apply(x), "has an autograd function, Doubled"),
+    "function twice": (
+        lambda self, x: self.inner(x) + Doubled.apply(Doubled.apply(x)),
+        "has an autograd function, Doubled",
+    ),
+    "function in C": (
+        lambda self, x: functools.partial(Doubled.apply, x)(),
+        "has an autograd function, Doubled",
+    ),
+    "function with its context apart": (
+        lambda self, x: next(map(Tripled.apply, [x])),
+        "has an autograd function, Tripled",
+    ),
     "saved": (with_saved_hooks, "has saved hooks"),
     "checkpoint": (
         lambda self, x: checkpoint(self.inner, x, use_reentrant=False),
@@ -547,11 +574,11 @@ def test_a_cache_is_not_written_to_and_its_update_is_one_node() -> None:
     layer = llama_layer("eager").eval()
     x, rotary = llama_call()
     with torch.no_grad():
-        layer(x, past_key_values=cache, **rotary)
+        layer(x, **{CACHE: cache}, **rotary)
         before = [layer.keys.clone() for layer in cache.layers]
         x, rotary = llama_call(1)
         mask = torch.zeros(3, 1, 1, 6)
-        found = trace(layer, (x, mask), {"past_key_values": cache, **rotary})
+        found = trace(layer, (x, mask), {CACHE: cache, **rotary})
     assert all(map(torch.equal, before, (layer.keys for layer in cache.layers)))
     (update,) = (node for node in found.dataflow.nodes if node.op == "cache.update")
     assert update.kwargs == {"layer": 0}

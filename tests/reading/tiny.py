@@ -6,6 +6,7 @@ are sizes. What is left out here, and why, :func:`model_of` raises.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from .recomputed import Example
 
 transformers = pytest.importorskip("transformers")
+# The keyword for a cache of keys and values, which has this name from transformers 5.24 on.
+_NAMES = inspect.signature(transformers.LlamaModel.forward).parameters
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
 CONFIG_MAPPING_NAMES = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
 MODEL_MAPPING_NAMES = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES

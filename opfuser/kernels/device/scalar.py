@@ -3,7 +3,7 @@
 ``x`` is an fp32 tile and ``P`` the tuple of the function's parameters. The compiler drops whichever
 result a kernel leaves unused. In plain torch the functions are subclasses of
 ``opfuser.kernels.scalar.ScalarFunction`` with the same names. A NaN comes out as a NaN, and a clamp
-passes the gradient at its limit.
+passes at its limits what ``torch.clamp`` passes there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...torch_internals import CLAMP_PASSES_AT_LIMITS
+
 LOG2E = tl.constexpr(1.4426950408889634)
 HUGE = tl.constexpr(3.4028234e38)
+PASSES_AT_LIMITS = tl.constexpr(CLAMP_PASSES_AT_LIMITS)
 
 
 @triton.jit
@@ -195,11 +198,20 @@ def soft_capped_squared_relu(x, P: tl.constexpr):
 
 
 @triton.jit
+def _stops(x, limit: tl.constexpr):
+    """Whether a clamp from above to ``limit`` stops the gradient."""
+    if PASSES_AT_LIMITS:
+        return x > limit
+    else:  # noqa: RET505 - Triton compiles one branch, and would compile what follows too
+        return x >= limit
+
+
+@triton.jit
 def clamped_swish(x, P: tl.constexpr):
     """``c σ(αc)``, c = min(x, limit), for P = (α, limit)."""
     c = tl.where(x > P[1], P[1], x)
     value, slope = swish(c, P)
-    return value, tl.where(x > P[1], 0.0, slope)
+    return value, tl.where(_stops(x, P[1]), 0.0, slope)
 
 
 @triton.jit
@@ -207,5 +219,5 @@ def shifted_clamp(x, P: tl.constexpr):
     """``min(max(x, -limit), limit) + offset``, for P = (limit, offset)."""
     limit: tl.constexpr = P[0]
     below = tl.where(x < -limit, -limit, x)
-    outside = (x < -limit) | (x > limit)
-    return tl.where(x > limit, limit, below) + P[1], tl.where(outside, 0.0, 1.0)
+    stopped = _stops(-x, limit) | _stops(x, limit)
+    return tl.where(x > limit, limit, below) + P[1], tl.where(stopped, 0.0, 1.0)

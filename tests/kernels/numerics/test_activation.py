@@ -13,6 +13,7 @@ from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp
 from opfuser.kernels.functions import Relu, Swish
 from opfuser.kernels.launch import runs
 from opfuser.kernels.scalar import ScalarFunction
+from opfuser.torch_internals import CLAMP_PASSES_AT_LIMITS
 from tests.kernels.activations import (
     FUNCTIONS,
     PAIRS_OF_DTYPES,
@@ -90,7 +91,7 @@ def test_flat_parts_stop_infinite_gradients(device: torch.device) -> None:
     [*((dtype, 0.75) for dtype in ALL_DTYPES), (torch.float32, 0.1), (torch.float64, 0.1)],
     ids=str,
 )
-def test_clamps_pass_the_gradient_at_their_limits(
+def test_clamps_pass_at_their_limits_what_torch_passes(
     dtype: torch.dtype, limit: float, device: torch.device
 ) -> None:
     at = torch.tensor([limit, -limit], dtype=dtype, device=device)
@@ -99,12 +100,17 @@ def test_clamps_pass_the_gradient_at_their_limits(
         beyond = torch.nextafter(beyond, 2 * at)
     x = torch.cat((at, beyond))
     dy = torch.ones_like(x)
-    for f, passes in (
-        (ClampedSwish(1.0, limit), [True, True, False, True]),
-        (ShiftedClamp(limit, 1.0), [True, True, False, False]),
+    z = x.detach().requires_grad_()
+    for f, clamped in (
+        (ClampedSwish(1.0, limit), torch.clamp(z, max=limit)),
+        (ShiftedClamp(limit, 1.0), torch.clamp(z, -limit, limit)),
     ):
+        passes = torch.autograd.grad(clamped, z, dy)[0].ne(0)
+        assert passes[0] == CLAMP_PASSES_AT_LIMITS
         dx = activation_backward(dy, x, f.spec, None, True, False, False).dx
-        assert dx.ne(0).tolist() == passes
+        assert dx.ne(0).tolist() == passes.tolist()
+        y = f.reference(z)
+        assert torch.autograd.grad(y, z, dy)[0].ne(0).tolist() == passes.tolist()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (3, 130), (2, 3, 24), (300, 20), (7,)])
