@@ -1,4 +1,4 @@
-"""Writes ``docs/compatibility.md``, the versions with which the tests ran.
+"""Writes ``docs/compatibility.md``: the versions with which the tests ran, names that change.
 
 ``python docs/write_compatibility.py`` writes the page from ``compatibility.json``, to which
 ``python -m tests.record_run`` adds; with ``--check`` it only says whether the page differs.
@@ -12,6 +12,11 @@ import re
 import sys
 from pathlib import Path
 
+# As docs/write_snippets.py may be run from any folder, so may this.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from opfuser.deprecated import NAMES
+
 PAGE = Path(__file__).with_name("compatibility.md")
 RUNS = PAGE.with_suffix(".json")
 
@@ -24,6 +29,16 @@ What the tests of this repository ran with, the newest torch first. A row is one
 written by hand: `python -m tests.record_run` takes the counts from the reports of pytest. Skipped
 are tests that need a device, a number of GPUs or a package that was not there. What opfuser does
 with other versions, and what runs on which device, is in [Limits](limits.md#where-it-runs).
+
+"""
+NAMES_THAT_CHANGE = """
+## Names that change
+
+Versions follow [Semantic Versioning](https://semver.org/spec/v2.0.0.html): before 1.0 a minor
+version may break what was, and the changelog says what. A public name that is renamed works under
+its old name until the next minor version, and every use says so with a `FutureWarning`, an
+`opfuser.deprecated.DeprecatedNameWarning`. To find the uses, run your tests with
+`-W error::FutureWarning`. Public is what the [API](reference/api/sequences.md) lists.
 
 """
 COLUMNS = "torch", "triton", "Python", "transformers", "device", "tests"
@@ -43,7 +58,16 @@ def page() -> str:
     for run in runs:
         cells = run | {"Python": run["python"], "tests": run["what"]}
         lines.append(f"| {' | '.join(str(cells[column]) or 'none' for column in COLUMNS)} |")
-    return INTRODUCTION + "\n".join(lines) + "\n"
+    return INTRODUCTION + "\n".join(lines) + "\n" + NAMES_THAT_CHANGE + _names()
+
+
+def _names() -> str:
+    rows = [
+        f"| `{path}` | `{renamed.to}` | {renamed.since} | {renamed.removed_in} |\n"
+        for path, renamed in NAMES.items()
+    ]
+    head = "| old | new | since | removed in |\n|---|---|---|---|\n"
+    return head + "".join(rows) if rows else "No name does at present.\n"
 
 
 def main(args: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from docs import write_compatibility
+from opfuser.deprecated import NAMES, Renamed
 from tests import record_run
 
 TESTS = """
@@ -105,6 +106,13 @@ def test_the_newest_torch_comes_first(tmp_path: Path, monkeypatch: pytest.Monkey
         write_compatibility.main(["--check"])
     write_compatibility.main([])
     write_compatibility.main(["--check"])
-    lines = write_compatibility.PAGE.read_text().splitlines()[-3:]
+    table = write_compatibility.PAGE.read_text().partition("\n## ")[0]
+    lines = table.strip().splitlines()[-3:]
     rest = "none | 3.11.2 | 5.23.0 | CPU | all | 3 | 0 | 1 | 2026-01-02 |"
     assert lines == [f"| {torch} | {rest}" for torch in ("2.13.0+cpu", "2.11.0", "2.9.1")]
+
+
+def test_names_that_change_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert write_compatibility.page().endswith("\nNo name does at present.\n") != bool(NAMES)
+    monkeypatch.setitem(NAMES, "opfuser.use", Renamed("opfuser.apply", "0.2"))
+    assert "| `opfuser.use` | `opfuser.apply` | 0.2 | 0.3 |\n" in write_compatibility.page()
