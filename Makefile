@@ -81,6 +81,7 @@ imports: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/write_snippets.py --check
 	$(BIN)/python docs/write_commands.py --check
+	$(BIN)/python docs/write_compatibility.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: .venv-dist/.ready

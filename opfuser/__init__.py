@@ -141,7 +141,7 @@ def __getattr__(name: str) -> Any:
     elif name in _LATER_MODULES:
         value = import_module(f"{__name__}.{name}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.deprecated").value(f"{__name__}.{name}")
     globals()[name] = value
     return value
 

@@ -233,12 +233,20 @@ class Sequential(NestedSequential):
         return iter(cast("Iterable[nn.Module]", self._modules.values()))
 
     def append(self, module: nn.Module) -> Sequential:
-        """Adds a module at the end."""
+        """Adds a module at the end.
+
+        Raises:
+            ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
+        """
         self.add_module(self._next_key(), self._check_module(module))
         return self
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
-        """Adds modules at the end."""
+        """Adds modules at the end.
+
+        Raises:
+            ArgumentTypeError: one is no ``torch.nn.Module``; those before it have been added.
+        """
         for module in list(modules):
             self.append(module)
         return self
@@ -718,8 +726,12 @@ class Sequential(NestedSequential):
                 )
         self._resolve()
         self._check_count(len(extra_inputs))
-        (plan,) = self.planned_groups(input, extra_inputs).plans or (None,)
-        return self._named(plan)
+        plans = self.planned_groups(input, extra_inputs).plans
+        if not plans:
+            raise ArgumentTypeError(
+                explain("This Sequential holds no operations, so it has no plan")
+            )
+        return self._named(plans[0])
 
     def _planned(self, x: Facts, extra_inputs: Sequence[Facts]) -> list[PlannedGroup]:
         """The plans of each group for tensors like these."""
@@ -767,11 +779,7 @@ class Sequential(NestedSequential):
         plan = join_plans(pairs, torch.is_grad_enabled())
         return None if plan is None else self._named(plan)
 
-    def _named(self, plan: Plan | None) -> Plan:
-        if plan is None:
-            raise ArgumentTypeError(
-                explain("This Sequential holds no operations, so it has no plan")
-            )
+    def _named(self, plan: Plan) -> Plan:
         paths = self._paths()
         forward, backward = (
             tuple(s if s.indices else replace(s, path=paths.get(id(s.op), "")) for s in steps)

@@ -13,7 +13,7 @@ import torch
 
 from opfuser.fused.parts.pipeline import Pipeline
 
-pytest_plugins = ["tests.kernels.bounds"]
+pytest_plugins = ["tests.kernels.bounds", "tests.record_run"]
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"]

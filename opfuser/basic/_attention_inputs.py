@@ -112,6 +112,8 @@ def settings_of(op: Any, kernels: Sequence[str]) -> AttentionSettings:
         value = getattr(op, name)
         if value is not None and value != int(value):
             _refuse(f"{name} must be an integer", f"{name}={value}")
+    if op.scale is not None:
+        real_number(op.scale, "scale", _WHERE)
     p = real_number(op.dropout_p, "dropout_p", _WHERE)
     if not 0.0 <= p <= 1.0:
         _refuse("dropout_p must be between 0 and 1", f"dropout_p={p}")

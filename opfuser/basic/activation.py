@@ -102,6 +102,7 @@ class GELU(_Activation):
 
     Raises:
         ArgumentError: if ``approximate`` is neither.
+        InputError: in forward, if x is not fp16, bf16, fp32 or fp64.
     """
 
     def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
@@ -126,7 +127,8 @@ class GELU(_Activation):
 class QGELU(_Activation):
     r"""Quick GELU: :math:`y = x \sigma(1.702 x)`.
 
-    Any shape; the output has the compute dtype (autocast's, else the input's).
+    Any shape; the output has the compute dtype (autocast's, else the input's). Errors are
+    those of :class:`GELU`.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, arXiv 1606.08415.
 
@@ -144,7 +146,8 @@ class QGELU(_Activation):
 class ReLU(_Activation):
     r"""Rectified linear unit: :math:`y = \max(x, 0)`, with derivative 0 at 0.
 
-    Any shape; the output has the compute dtype (autocast's, else the input's).
+    Any shape; the output has the compute dtype (autocast's, else the input's). Errors are
+    those of :class:`GELU`.
 
     Args:
         cache_quantized_input: as of :class:`GELU`.
@@ -160,7 +163,8 @@ class ReLU(_Activation):
 class SReLU(_Activation):
     r"""Squared rectified linear unit: :math:`y = \max(x, 0)^2`.
 
-    Any shape; the output has the compute dtype (autocast's, else the input's).
+    Any shape; the output has the compute dtype (autocast's, else the input's). Errors are
+    those of :class:`GELU`.
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021,
     arXiv 2109.08668.
@@ -179,7 +183,8 @@ class SReLU(_Activation):
 class SiLU(_Activation):
     r"""Sigmoid linear unit, also called swish: :math:`y = x \sigma(x)`.
 
-    Any shape; the output has the compute dtype (autocast's, else the input's).
+    Any shape; the output has the compute dtype (autocast's, else the input's). Errors are
+    those of :class:`GELU`.
 
     Source: Elfwing et al., "Sigmoid-Weighted Linear Units for Neural Network Function
     Approximation in Reinforcement Learning", 2017, arXiv 1702.03118.
@@ -222,7 +227,7 @@ class Softplus(_Activation):
     r"""Smooth ReLU: :math:`y = \log(1 + e^{\beta x}) / \beta`, and x where it is as good.
 
     That is where ``beta * x > threshold``. Any shape; the output has the compute dtype
-    (autocast's, else the input's).
+    (autocast's, else the input's). Errors are those of :class:`GELU`.
 
     Args:
         beta: sharpness.
@@ -272,7 +277,8 @@ class _TanhFunction(ScalarFunction):
 class Tanh(_Activation):
     r"""Hyperbolic tangent: :math:`y = \tanh(x)`.
 
-    Any shape; the output has the compute dtype (autocast's, else the input's).
+    Any shape; the output has the compute dtype (autocast's, else the input's). Errors are
+    those of :class:`GELU`.
 
     Args:
         cache_quantized_input: as of :class:`GELU`.
@@ -288,7 +294,8 @@ class Tanh(_Activation):
 class Sigmoid(_Activation):
     r"""Logistic function: :math:`y = \sigma(x) = 1 / (1 + e^{-x})`.
 
-    Any shape; the output has the compute dtype (autocast's, else the input's).
+    Any shape; the output has the compute dtype (autocast's, else the input's). Errors are
+    those of :class:`GELU`.
 
     Args:
         cache_quantized_input: as of :class:`GELU`.

@@ -18,7 +18,8 @@ __all__ = ["AddExtraInput"]
 class AddExtraInput(BasicOperation):
     """Adds one extra input of the same shape: ``y = x + extra``, as in a residual connection.
 
-    The output has the dtype to which torch promotes the two. Both gradients are that of the output.
+    Shapes: x, extra and y alike, any. The output has the dtype to which torch promotes the two.
+    Both gradients are that of the output.
 
     Args:
         in_place: write the sum over an extra input that the caller passes, and return that tensor.

@@ -11,9 +11,9 @@ __all__ = ["AllGather"]
 class AllGather(CollectiveAlong):
     """Concatenation of the ranks' inputs along a dimension.
 
-    Shapes: x ``(..., N, ...)``, the same on all ranks, y ``(..., ranks · N, ...)``. Backward is the
-    reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or where torch.distributed is
-    not initialised, the identity.
+    Shapes: x ``(..., N, ...)``, the same on all ranks, y ``(..., ranks · N, ...)``; y has the dtype
+    of x. Backward is the reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or where
+    torch.distributed is not initialised, the identity.
 
     Args:
         process_group: None is all ranks.

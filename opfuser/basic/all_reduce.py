@@ -18,8 +18,9 @@ __all__ = ["AllReduce"]
 class AllReduce(Collective):
     """Sum of the ranks' inputs: :math:`y = Σ_r x_r`.
 
-    Every rank is taken to use its (identical) output in the same way, so that the gradients of y
-    are identical too and ``dx = dy``. In a group of one rank, or where torch.distributed is not
+    Shapes: x and y alike, any, the same on all ranks; y has the dtype of x. Every rank is taken to
+    use its (identical) output in the same way, so that the gradients of y are identical too and
+    ``dx = dy``. In a group of one rank, or where torch.distributed is not
     initialised, the identity.
 
     Args:

@@ -13,7 +13,9 @@ __all__ = ["ConstantScale"]
 
 
 class ConstantScale(BasicOperation):
-    """Multiplies by a constant: ``y = scale * x``, ``dx = scale * dy``, in the input's dtype.
+    """Multiplies by a constant: ``y = scale * x``, ``dx = scale * dy``.
+
+    Any shape; the output has the dtype of a floating-point input.
 
     Args:
         scale: the constant, a real Python number.

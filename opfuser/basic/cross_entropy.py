@@ -99,6 +99,7 @@ class CrossEntropy(BasicOperation):
         InputError: in forward, if shapes or dtypes are not as above. A target that is neither a
             class nor ``ignore_index`` fails inside torch on a CPU; the kernels make loss and
             gradient of its row nan.
+        OpKwargsError: in forward, if it is given keywords.
     """
 
     kernels = ("Triton cross_entropy",)

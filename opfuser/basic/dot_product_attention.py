@@ -113,6 +113,8 @@ class DotProductAttention(BasicOperation):
 
     Raises:
         ArgumentError: if an argument is outside its domain.
+        ArgumentTypeError: if ``scale``, ``window``, ``softcap``, ``v_head_dim`` or ``dropout_p`` is
+            no real number.
         InputError: in forward, if a shape or dtype is not as above.
         NotSupportedError: in forward, if ``kernel`` does not take the call, the mask requires grad,
             gradients are needed of keys that a cache kept from earlier calls, or a cache returns

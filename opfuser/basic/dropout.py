@@ -21,7 +21,7 @@ class Dropout(BasicOperation):
     """Zeroes entries with probability p and scales the others: ``y = x * mask / (1 - p)``.
 
     In evaluation, and for p = 0, it is the identity. The gradient is ``dx = dy * mask / (1 - p)``.
-    The output has the input's dtype, also under autocast.
+    Any shape; the output has the dtype of the input, a floating-point one, also under autocast.
 
     The mask comes from torch's generator of the device, so that checkpointing that preserves the
     generator's state draws it again. Where kernels run it is a function of a seed drawn there, of

@@ -12,7 +12,7 @@ __all__ = ["Identity"]
 
 
 class Identity(BasicOperation):
-    """Returns its input: ``y = x``. A place holder that takes part in any sequence."""
+    """Returns its input, of any shape and dtype: ``y = x``. A place holder in any sequence."""
 
     def op_forward(
         self,

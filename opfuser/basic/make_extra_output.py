@@ -18,7 +18,8 @@ __all__ = ["MakeExtraOutput"]
 class MakeExtraOutput(BasicOperation):
     """Returns its input twice, as output and as extra output: the start of a residual branch.
 
-    ``dx = dy + dextra``; a gradient that does not arrive counts as zero.
+    Any shape and dtype, which both outputs have. ``dx = dy + dextra``; a gradient that does not
+    arrive counts as zero.
 
     Args:
         in_place: add into the incoming gradient of the extra output, where nobody else holds that

@@ -28,7 +28,8 @@ class Permute(BasicOperation):
     ``weighted`` the weights ``(..., k)``, as :class:`TopKRouter` returns them. Extra outputs: the
     row map ``(..., k)``, which :class:`Unpermute` reads; the number of rows of each expert,
     ``(num_experts,)``, which :class:`GroupedLinear` reads; both int64; and with ``weighted`` the
-    weight of each row, ``(T k,)``, with a gradient, as :class:`ScaledSwiGLU` takes it.
+    weight of each row, ``(T k,)``, with a gradient, as :class:`ScaledSwiGLU` takes it. Rows have
+    the dtype of x, their weights that of the weights; either may be any.
 
     Saves the row map. Both passes only gather: results are bitwise reproducible. Nothing waits for
     the device: an index that is no expert's fails inside torch.

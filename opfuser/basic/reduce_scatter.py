@@ -11,9 +11,9 @@ __all__ = ["ReduceScatter"]
 class ReduceScatter(CollectiveAlong):
     """This rank's slice, along a dimension, of the sum of the ranks' inputs.
 
-    Shapes: x ``(..., ranks · N, ...)``, y ``(..., N, ...)``; ``y_r = Σ_s x_s[r]``. Backward gathers
-    the ranks' gradients. In a group of one rank, or where torch.distributed is not initialised, the
-    identity.
+    Shapes: x ``(..., ranks · N, ...)``, y ``(..., N, ...)``; ``y_r = Σ_s x_s[r]``, in the dtype of
+    x. Backward gathers the ranks' gradients. In a group of one rank, or where torch.distributed is
+    not initialised, the identity.
 
     Args:
         process_group: None is all ranks.

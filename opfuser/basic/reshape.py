@@ -17,6 +17,8 @@ __all__ = ["Reshape"]
 class Reshape(BasicOperation):
     """Reshapes its input, as ``torch.reshape``: a view where the strides allow it.
 
+    The dtype is any, and stays.
+
     Args:
         shape: the output's sizes, or its only one. One of them may be -1 and is then inferred.
             With zero elements it can be inferred only if no other size is 0.

@@ -49,8 +49,8 @@ class TopKRouter(BasicOperation):
     ``num_groups`` above one the experts are cut into as many groups of the same size, and only
     those of the ``top_k_groups`` groups count whose two largest s + b have the largest sum.
 
-    Shapes: logits ``(..., E)``; weights, the output, ``(..., k)``, of fp32 (fp64 for fp64 logits),
-    as is all arithmetic. Extra outputs, in order:
+    Shapes: logits ``(..., E)``; weights, the output, ``(..., k)``; their dtype is fp32 (fp64 for
+    fp64 logits), as is that of all arithmetic. Extra outputs, in order:
 
     - the experts' indices ``(..., k)``, int64, by falling score;
     - the tokens of each expert ``(E,)``, int64;

@@ -265,6 +265,10 @@ class BasicOperation(FusibleOperation):
         """The operation in plain differentiable torch, with which its kernels are compared.
 
         Returns the output, or the tuple of output and extra outputs.
+
+        Raises:
+            MissingImplementationError: the operation has none.
+            NotSupportedError: the operation spans several ranks; a reference runs on one.
         """
         raise MissingImplementationError(
             explain(

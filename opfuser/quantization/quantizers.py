@@ -325,6 +325,8 @@ def scalings(
 
 def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
     """What a recipe keeps of a tensor by rows, with scales from its own values."""
+    if not x.dim():
+        return rounded(x[None], role, recipe)[0]
     rows, dtype = x.reshape(-1, x.shape[-1]), recipe.dtype(role)
     if isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
         if x.shape[-1] % recipe.multiple:  # what no GEMM of this recipe takes

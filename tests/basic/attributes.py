@@ -189,6 +189,13 @@ DOMAINS: dict[str, list[Bad]] = {
     "padding_idx": [bad("padding_idx must be a row of the table", 7, -8)],
     "approximate": [bad("approximate must be 'tanh' or 'none'", "erf")],
     "Softplus.beta": [bad("beta must not be zero", 0, 0.0)],
+    "DotProductAttention.scale": [
+        bad(
+            "scale must be a real Python number",
+            *(torch.tensor(2.0), "two"),
+            error=ArgumentTypeError,
+        )
+    ],
     "ConstantScale.scale": [
         bad(
             "The scale must be a real Python number",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import importlib
 import inspect
@@ -11,23 +12,31 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
 from docs.docstrings import separated
+from opfuser import errors
 from opfuser.engine.plan import ReplayRecord
 from opfuser.fusion import QuantizedEdge
 from opfuser.fusion_config import EffectiveSetting, FusionConfig, Setting
-from opfuser.op import GradNeeds, compute_dtype
+from opfuser.op import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    GradNeeds,
+    compute_dtype,
+)
 from opfuser.plugins import PluginInfo
 from opfuser.registry import FusionInfo, effective
 
 griffe: Any = pytest.importorskip("griffe", reason="needs the packages that build the site")
 
 MODULES = "basic fused recipe testing models optim events errors hf".split()
-MODULES += "async_tensor_parallel gemm_providers".split()
+MODULES += "async_tensor_parallel deprecated gemm_providers".split()
 # Of other modules, but shown: what pages of the docs import, and what public names return.
 BESIDES = (
     GradNeeds,
@@ -146,14 +155,73 @@ def test_every_public_method_has_a_docstring(kind: type) -> None:
     assert {n for n in bare if not re.fullmatch(r"register_\w*hook", n)} <= OF_TORCH
 
 
-def raised(function: Callable[..., Any]) -> set[str]:
-    """The classes of the errors that the code of a function raises itself."""
-    if not function.__code__.co_filename.endswith(".py"):
-        return set()  # made by dataclass
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+def raised(function: Callable[..., Any], kind: type | None = None) -> set[str]:
+    """The classes of the errors that a function raises, or what it calls of the library itself."""
+    tree = parsed(function)
+    found = raised_in(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found |= raised_in(parsed(called(node.func, function, kind)))
+    return found - caught_in(tree)
+
+
+def parsed(function: Any) -> ast.AST:
+    """The code of a function of the library; none of anything else.
+
+    None of a class either: what makes an object has checked, or documents, what it gives to it.
+    """
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    written = code is not None and code.co_filename.endswith(".py")  # else by dataclass
+    if not written or not function.__module__.startswith("opfuser"):
+        return ast.Module([], [])
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def raised_in(tree: ast.AST) -> set[str]:
     nodes = [n.exc for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
     names = {ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call)}
-    return names - {"MissingImplementationError"}  # what an abstract method raises
+    names = {name.rpartition(".")[2] for name in names}
+    # What an abstract method raises; and what a helper makes is found where the helper is called.
+    return {n for n in names if n[0].isupper()} - {"MissingImplementationError"}
+
+
+def caught_in(tree: ast.AST) -> set[str]:
+    """The names of the errors that the code itself handles."""
+    types = [n.type for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type]
+    return {name.id for kind in types for name in ast.walk(kind) if isinstance(name, ast.Name)}
+
+
+def called(name: ast.expr, function: Callable[..., Any], kind: type | None) -> Any:
+    """What a call in a function, or in a method of ``kind``, is of; None if unknown."""
+    names = inspect.unwrap(function).__globals__
+    if isinstance(name, ast.Name):
+        return names.get(name.id)
+    if not isinstance(name, ast.Attribute):
+        return None
+    of = ast.unparse(name.value)
+    if isinstance(names.get(of), ModuleType):
+        return getattr(names[of], name.attr)
+    if kind is None:
+        return None
+    if of in ("self", "cls"):
+        return getattr(kind, name.attr, None)
+    if of == "super()":
+        owners = [c for c in kind.__mro__ if function in vars(c).values()]
+        after = kind.__mro__[kind.__mro__.index(owners[0]) + 1 :] if owners else ()
+        return next((vars(c)[name.attr] for c in after if name.attr in vars(c)), None)
+    return None
+
+
+ALSO = re.compile(r"errors\s(?:are\sthose\sof|as\sin|of)\s+:class:`(\w+)`")
+
+
+def said(kind: type) -> str:
+    """What is said of a class, with what it refers to for its errors, and of its public bases."""
+    texts = [own(kind)]
+    for name in ALSO.findall(texts[0]):
+        texts.append(said(next(c for c in CLASSES if c.__name__ == name)))
+    return "\n\n".join([*texts, *(own(c) for c in kind.__mro__[1:] if c in CLASSES)])
 
 
 def raising() -> Iterator[tuple[str, set[str], str]]:
@@ -162,18 +230,67 @@ def raising() -> Iterator[tuple[str, set[str], str]]:
         if not inspect.isclass(value):
             yield path, raised(value), own(value)
             continue
-        makers = [vars(value).get(name) for name in ("__init__", "__post_init__")]
-        yield path, set().union(*(raised(f) for f in makers if inspect.isfunction(f))), own(value)
+        makers = [getattr(value, name, None) for name in ("__init__", "__post_init__")]
+        found = (raised(f, value) for f in makers if inspect.isfunction(f))
+        yield path, set().union(*found), said(value)
         for name, function in methods(value):
-            found = documented_by(value, name)
-            if found is not None and name in vars(value):
-                text = f"{inspect.cleandoc(found[1])}\n\n{own(value)}"
-                yield f"{path}.{name}", raised(function), text
+            owner = next(c for c in value.__mro__ if name in vars(c))
+            documented = documented_by(value, name)
+            if documented is not None and (owner is value or owner not in CLASSES):
+                text = f"{inspect.cleandoc(documented[1])}\n\n{said(value)}"
+                yield f"{path}.{name}", raised(function, value), text
 
 
-RAISING = [case for case in raising() if case[1]]
+def bases(error: str) -> set[str]:
+    """The names of an error and of those that it is a kind of."""
+    kind = getattr(errors, error, None) or getattr(builtins, error, None)
+    return {error} if kind is None else {c.__name__ for c in kind.__mro__} - OF_ALL
 
 
-@pytest.mark.parametrize(("path", "errors", "text"), RAISING, ids=[case[0] for case in RAISING])
-def test_docstring_names_the_errors_that_are_raised(path: str, errors: set[str], text: str) -> None:
-    assert errors <= sections(text, "raises")
+OF_ALL = {"Exception", "BaseException", "object", "OpfuserError"}
+# What these call would refuse an index that they have looked up.
+NEVER = {f"opfuser.BasicOperation.get_{what}_quantizer" for what in ("input", "grad_output")}
+RAISING = [case for case in raising() if case[1] and case[0] not in NEVER]
+
+
+@pytest.mark.parametrize(("path", "raises", "text"), RAISING, ids=[case[0] for case in RAISING])
+def test_docstring_names_the_errors_that_are_raised(path: str, raises: set[str], text: str) -> None:
+    named = sections(text, "raises")
+    assert {error for error in raises if named.isdisjoint(bases(error))} == set()
+
+
+OPERATIONS = [
+    p for p in PUBLIC if inspect.isclass(p.value) and issubclass(p.value, FusibleOperation)
+]
+BASES = FusibleOperation, BasicOperation, FusedOperation
+FUSED = [p.path for p in OPERATIONS if p.path.startswith("opfuser.fused.")]
+
+
+@pytest.mark.parametrize("word", ["shape", "dtype"])
+def test_operations_say_their_shapes_and_dtypes(word: str) -> None:
+    """Fused ones have those of what they replace, as their page says once."""
+    page = Path(__file__).parents[2] / "docs" / "reference" / "api" / "fused.md"
+    assert FUSED
+    assert re.search(rf"\b{word}s\b.* are those of the operations", page.read_text("utf-8"), re.I)
+    others = [p for p in OPERATIONS if p.path not in FUSED and p.value not in BASES]
+    assert [p.path for p in others if not re.search(rf"\b{word}s?\b", own(p.value), re.I)] == []
+
+
+UNITS = r"bytes|seconds|fraction|MiB|GiB|milliseconds|microseconds"
+
+
+def quantities() -> Iterator[tuple[str, str, str]]:
+    """Path, name and explanation of what is measured, by its name."""
+    for path, value in CALLED:
+        for section in griffe.Docstring(separated(own(value))).parse("google", warnings=False):
+            if section.kind.value in ("parameters", "attributes"):
+                for entry in section.value:
+                    if re.search(r"bytes|seconds|elapsed|duration|time\b|memory$", entry.name):
+                        yield path, entry.name, entry.description
+
+
+def test_quantities_have_units() -> None:
+    found = list(quantities())
+    names = {name for _, name, _ in found}
+    assert {"bytes", "elapsed", "memory", "seconds"} <= names
+    assert [(p, n) for p, n, said in found if not re.search(UNITS, f"{n} {said}")] == []

@@ -270,6 +270,17 @@ def test_quantize_rounds_where_nobody_takes_codes(recipe: Recipe) -> None:
     assert torch.equal(seq(x), x)
 
 
+@each_recipe
+def test_quantize_rounds_a_number_too(recipe: Recipe) -> None:
+    x = torch.tensor(1.1, requires_grad=True)
+    with opfuser.autocast(recipe=recipe):
+        y = opfuser.Sequential(opfuser.Quantize(True, True))(x)
+    y.backward()
+    assert y.shape == ()
+    torch.testing.assert_close(y, x, rtol=2**-4, atol=0.0)
+    torch.testing.assert_close(x.grad, torch.tensor(1.0), rtol=2**-3, atol=0.0)
+
+
 def test_predicted_scales_of_a_first_call_come_from_it() -> None:
     """Whatever kernel makes them: no value saturates."""
     torch.manual_seed(0)
