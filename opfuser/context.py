@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted, explain
 from .torch_internals import any_autocast
@@ -25,6 +25,7 @@ __all__ = [
     "any_autocast",
     "autocast_dtype",
     "compute_dtype",
+    "held",
     "in_compute_dtype",
     "new_context",
     "refuse_dtype",
@@ -260,3 +261,11 @@ def refuse_dtype(input_: Tensor, op: object = None) -> NoReturn:
             remedy="Convert the input to one of them",
         )
     )
+
+
+def held(t: Tensor | None) -> Any:
+    """What an operation saves, as ``parameter.data = other`` does not change it afterwards.
+
+    A view with the version of the parameter, as torch's linear functions save of their weights.
+    """
+    return t.detach() if type(t) is nn.Parameter else t

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,10 +26,16 @@ class LinearOperation(BasicOperation):
     Attributes:
         in_features: last dimension of x, over all ranks.
         sharding: how W is distributed over ranks.
+        weight_transposed: whether parameters are W^T. They are the first ones then.
     """
 
     in_features: int
     sharding: LinearSharding
+    weight_transposed: bool = False
+
+    @property
+    def backward_reads_parameters(self) -> bool:  # type: ignore[override]
+        return self.weight_transposed
 
     @property
     def communicates(self) -> bool:  # type: ignore[override]
@@ -82,9 +89,27 @@ class LinearOperation(BasicOperation):
         """
         raise NotImplementedError
 
-    def saved_weight(self, ctx: OperationContext) -> gemm.Weight:
-        """In backward, the weight as :meth:`operands` returned it."""
-        return gemm.weight_of(ctx.saved_tensors[1:])
+    def saved_weight(self, ctx: OperationContext, *, again: bool = False) -> gemm.Weight:
+        """In backward, the weight as :meth:`operands` returned it.
+
+        Args:
+            ctx: this operation's context.
+            again: whether the output is computed again, and not the gradient of the input.
+        """
+        return gemm.weight_of(self.read_weights(ctx, ctx.saved_tensors[1:], again))
+
+    def read_weights(
+        self, ctx: OperationContext, saved: Sequence[Tensor], again: bool = False
+    ) -> Sequence[Tensor]:
+        """The weights that were saved, as :meth:`saved_weight` reads them.
+
+        Torch's functions save a view or a cast of W, which keeps its data where others are put in
+        their place by ``parameter.data = other``. Of a parameter that is W^T itself they save the
+        parameter, so that their gradients are of the data that it has in backward.
+        """
+        if again or not self.weight_transposed:
+            return saved
+        return [p.t() if p.dtype == w.dtype else w for p, w in zip(ctx.parameters, saved)]
 
     def input_operand(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """In forward, the input in the dtype of autocast, or else in that of the weight.

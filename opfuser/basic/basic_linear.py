@@ -128,7 +128,6 @@ class BasicLinear(StoresWeight):
         weight_transposed: bool
 
     recipe: str | None = "inherit"
-    weight_transposed: bool = False
     takes_part_in_recipes: ClassVar[bool] = True
     wgrad_overlap: WgradOverlap | None = None
 
@@ -347,6 +346,8 @@ class BasicLinear(StoresWeight):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         x, w = ctx.saved_tensors
+        if self.weight_transposed and w is not None:
+            (w,) = self.read_weights(ctx, (w,))
         needs, dy = ctx.needs, grad_output
         dx = dw = None
         if self.sharding.mode is not None:

@@ -123,6 +123,7 @@ class GroupedLinear(BasicOperation):
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
     wgrad_overlap: WgradOverlap | None = None
+    multiplies_whole: bool = False  # as a module that multiplies the parameter of all groups itself
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "
         "single_grouped_bias num_extra_inputs weight_transposed".split()
@@ -379,6 +380,9 @@ class GroupedLinear(BasicOperation):
     def _oriented(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The weights as (out, in)."""
         return [w.transpose(-2, -1) for w in weights] if self.weight_transposed else weights
+
+    def holds_data(self, n: int) -> bool:
+        return not self.multiplies_whole or n >= len(self._weight_names)
 
     def wants_weights(self, ctx: OperationContext) -> bool:
         """Whether a gradient of a weight will be read."""

@@ -296,7 +296,7 @@ class LoRALinear(LinearOperation):
     def _starts(self) -> list[int]:
         return [sum(self.sizes[:n]) for n in range(len(self.sizes))]
 
-    def saved_weight(self, ctx: OperationContext) -> gemm.LowRank:
+    def saved_weight(self, ctx: OperationContext, *, again: bool = False) -> gemm.LowRank:
         count, (active,) = len(self._weights), self.frozen_settings(ctx)
         base, (bias, *lora) = ctx.saved_tensors[1 : 1 + count], ctx.saved_tensors[1 + count :]
         starts, n = self._starts(), len(active)
@@ -304,7 +304,9 @@ class LoRALinear(LinearOperation):
             gemm.Adapter(a, b, float(of.scale), starts[of.output], mask, of.dropout)
             for (_, of), a, b, mask in zip(active, lora[:n], lora[n : 2 * n], lora[2 * n :])
         ]
-        weight = None if base[0] is None else gemm.weight_of(base)
+        weight = None
+        if base[0] is not None:
+            weight = gemm.weight_of(self.read_weights(ctx, base, again))
         return gemm.LowRank(weight, bias, tuple(adapters))
 
     def weight_grads(

@@ -41,6 +41,7 @@ class Norm(BasicOperation):
     Class attributes:
         with_mean: whether m is the mean of x; else it is 0.
         with_bias: whether there is a b, which may be None.
+        weight_is_cast: whether the module that it stands for casts the weight; see ``holds_data``.
         Saved: the input, the mean if there is one, and one over the square root, of each row.
     """
 
@@ -49,6 +50,7 @@ class Norm(BasicOperation):
     read_only: ClassVar[frozenset[str]] = frozenset({"normalized_shape"})
     with_mean: ClassVar[bool]
     with_bias: ClassVar[bool]
+    weight_is_cast: bool = False
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -93,6 +95,9 @@ class Norm(BasicOperation):
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
+
+    def holds_data(self, n: int) -> bool:
+        return not n and (self.zero_centered_gamma or self.weight_is_cast)
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Both as they are now, in one dimension; None is a bias that there is not."""
@@ -202,9 +207,12 @@ class Norm(BasicOperation):
         """
         needs_dx, needs = ctx.needs.input, ctx.needs.parameters
         x, mean, rstd = self._saved(ctx)
-        weight, bias = _parameters(ctx)
+        weight, bias = (*ctx.parameters, None)[:2]
         shape = weight.shape
         weight, bias = _vectors(weight, bias)
+        y_weight = None
+        if want_y:
+            y_weight, bias = self._parameters_of_forward(ctx)
         eps, zero_centered = self.frozen_settings(ctx)
         dy, cols = grad_output, self._cols
         # A view takes a microsecond: there is none where all shapes are as the kernels take them.
@@ -227,6 +235,7 @@ class Norm(BasicOperation):
             needs_dx,
             True in needs,
             want_y,
+            y_weight,
         )
         grads = (dw, db)[: len(needs)]
         if flat:
@@ -241,7 +250,7 @@ class Norm(BasicOperation):
     def recompute(self, ctx: OperationContext) -> Tensor:
         """In backward, the output again, in the shape of the input that was saved."""
         x = self._saved(ctx)[0]
-        rows, parameters = as_rows(x, self._cols), _vectors(*_parameters(ctx))
+        rows, parameters = as_rows(x, self._cols), self._parameters_of_forward(ctx)
         settings = self.frozen_settings(ctx)
         y: Tensor
         y, *_ = norm_forward(rows, None, *parameters, *settings, self.with_mean)
@@ -253,8 +262,8 @@ class Norm(BasicOperation):
         Not measured again where :meth:`save_amax` has saved the largest value.
         """
         x, mean, rstd = self._saved(ctx)
-        seen = ctx.saved_tensors[2 + self.with_mean :]
-        weight, bias = _vectors(*_parameters(ctx))
+        seen = ctx.saved_tensors[2 + self.with_mean : -2]
+        weight, bias = self._parameters_of_forward(ctx)
         zero_centered = self.frozen_settings(ctx).zero_centered_gamma
         rows = side_by_side(as_rows(x, self._cols))
         mean = None if mean is None else as_vector(mean)
@@ -279,6 +288,23 @@ class Norm(BasicOperation):
             assert ctx.to_save is not None
             ctx.to_save = *ctx.to_save, y.amax
 
+    def hold(self, ctx: OperationContext) -> None:
+        """In forward, saves weight and bias, of which backward computes the output again.
+
+        For a joint fusion, behind all else. The gradient of the input reads ``ctx.parameters``,
+        which have other data where somebody exchanged them; see :meth:`holds_data`.
+        """
+        if ctx.requires_grad:
+            assert ctx.to_save is not None
+            ctx.to_save = *ctx.to_save, self.weight, self.bias if self.with_bias else None
+
+    @staticmethod
+    def _parameters_of_forward(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`hold` has saved, in one dimension."""
+        weight, bias = ctx.saved_tensors[-2:]
+        assert weight is not None
+        return _vectors(weight, bias)
+
     def _saved(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, Tensor]:
         """Input, mean and rstd."""
         if self.with_mean:
@@ -290,12 +316,6 @@ class Norm(BasicOperation):
     def extra_repr(self) -> str:
         centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return f"{self.normalized_shape}, eps={self.eps}{centred}"
-
-
-def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias as forward saw them."""
-    weight, bias = (*ctx.parameters, None)[:2]
-    return weight, bias
 
 
 def _quantized(args: Any, quantizer: Quantizer) -> tuple[QuantizedNorm, Tensor | None]:

@@ -57,6 +57,7 @@ class QKNorm(BasicOperation):
 
     kernels = ("Triton rotary",)
     backward_reads_parameters = True
+    weight_is_cast: bool = False  # as of a norm
     read_only: ClassVar[frozenset[str]] = frozenset({"head_dim"})
 
     class Saved(NamedTuple):
@@ -115,6 +116,9 @@ class QKNorm(BasicOperation):
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
+
+    def holds_data(self, n: int) -> bool:
+        return self.zero_centered_gamma or self.weight_is_cast
 
     def op_forward(
         self,

@@ -143,10 +143,9 @@ class _SequenceFunction(torch.autograd.Function):
             tape.verification.note(tensors)
         marked, hooked = False, False
         if tape.saved or program.kept_parameters:
-            kept = [tensors[n] for n in program.kept_parameters]
             marked, hooked = _saved_tensors_hooks()
             mark = [torch.empty(0, program.layout())] if marked else ()
-            func_ctx.save_for_backward(*mark, *tape.saved, *kept)
+            func_ctx.save_for_backward(*mark, *tape.saved, *program.kept(tensors))
         func_ctx.forwarded = (
             program,
             tape.contexts,
@@ -202,7 +201,7 @@ class _RecordedFunction(torch.autograd.Function):
                 raise located(error, program, "forward") from error
             raise
         if program.kept_parameters:
-            saved += [parameters[n] for n in program.kept_parameters]
+            saved += program.kept(parameters)
         marked = hooked = False
         if internals.saved_tensors_hooks(False) is not None:
             marked, hooked = _saved_tensors_hooks()

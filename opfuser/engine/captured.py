@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import torch_internals as internals
 from ..buffer_reuse import references
+from ..context import held
 from ..fusion import Refusal
 from ..recording import Assumptions, recorded
 from ..torch_internals import memory_of
@@ -31,7 +32,7 @@ from .captured_backward import (
     uncached_casts,
 )
 from .graphs import Graph, graph_type
-from .passes import Tape, execute_backward, execute_forward, held
+from .passes import Tape, execute_backward, execute_forward
 from .program import Program
 from .ranges import replay_range
 from .threads import thread_that_may_wait
@@ -115,16 +116,19 @@ class Captured:
             )
         if len(program.specializations.cached()) != len(self._tables):
             raise RuntimeError("an operation has cached what exists once the graph was replayed")
-        kept = [parameters[n] for n in program.kept_parameters]
-        self._saved = [] if tape is None else [*tape.saved, *kept]
+        self._saved = [] if tape is None else [*tape.saved, *program.kept(parameters)]
         self._contexts = [] if tape is None else tape.contexts
         # The parameters that backward reads, and which of the saved tensors they, or views, are.
         numbers = {_memory_read(p): n for n, p in reversed(list(enumerate(parameters)))}
         read = {n: _memory_read(t) for n, t in enumerate(self._saved) if t is not None}
-        self._read = [(n, numbers[memory]) for n, memory in read.items() if memory in numbers]
-        self._read_parameters = sorted({number for _, number in self._read})
+        self._read = {
+            n: (numbers[memory], self._saved[n] is not parameters[numbers[memory]])
+            for n, memory in read.items()
+            if memory in numbers
+        }
+        self._read_parameters = sorted(set(self._read.values()))  # and whether their data are held
         self.num_read = len(self._read_parameters)
-        self._addresses = [parameters[n].data_ptr() for n in self._read_parameters]
+        self._addresses = [parameters[n].data_ptr() for n, _ in self._read_parameters]
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -182,8 +186,8 @@ class Captured:
 
     def saves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parameters that backward reads, so that autograd notices when they are changed."""
-        read, kept = self._read_parameters, self.program.kept_parameters
-        return [parameters[n] if n in kept else held(parameters[n]) for n in read]
+        read = self._read_parameters
+        return [held(parameters[n]) if holds else parameters[n] for n, holds in read]
 
     def backward(
         self,
@@ -281,11 +285,10 @@ class Captured:
         """As :meth:`backward`, of what the last replay has saved, with launches of its own."""
         saved = list(self._saved)
         now = dict(zip(self._read_parameters, read))
-        for n, number in self._read:
-            t, parameter = saved[n], now[number]
+        for n, place in self._read.items():
+            t, parameter = saved[n], now[place]
             assert t is not None
-            is_view = t is not self.parameters[number]
-            saved[n] = parameter.as_strided(t.shape, t.stride()) if is_view else parameter
+            saved[n] = parameter.as_strided(t.shape, t.stride()) if place[1] else parameter
         dy, *dys = received
         grads = execute_backward(self._forwarded(saved), dy, dys, keep=True)
         separate(grads, received)

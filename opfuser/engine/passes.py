@@ -7,10 +7,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import torch_internals as internals
 from ..buffer_reuse import only_reference
+from ..context import held
 from ..errors import CacheFullError, ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
@@ -29,7 +30,6 @@ __all__ = [
     "backward_of_eager",
     "execute_backward",
     "execute_forward",
-    "held",
     "located",
     "run_recorded_backward",
     "tells_step",
@@ -65,14 +65,6 @@ class Tape:
                     saved += [held(t) for t in ctx.to_save]
                     ctx.span = (start, len(saved))
                 ctx.to_save = None
-
-
-def held(t: Tensor | None) -> Any:
-    """What an operation saves, as ``parameter.data = other`` does not change it afterwards.
-
-    A view with the version of the parameter, as torch's linear functions save of their weights.
-    """
-    return t.detach() if type(t) is nn.Parameter else t
 
 
 def execute_forward(

@@ -10,6 +10,9 @@ from itertools import count, pairwise
 from types import CodeType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from ..context import held
 from ..fusion import Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
@@ -46,7 +49,8 @@ class Program:
         outputs, inputs: of the routing.
         num_parameters: of all operations.
         needs_backward: whether a call records what backward needs.
-        kept_parameters: positions of those that are saved for backward.
+        kept_parameters: positions of those that are saved for backward, and whether their data are
+            held.
         without_grad: positions of the extra outputs that have no gradient.
         prepared_ops: operations with a ``pre_fuser_forward``, and whether they need gradients.
         overlap: of weight gradients, or None.
@@ -69,12 +73,12 @@ class Program:
         self.needs_backward = any(need is not None for need in plan.needs)
         overlaps = (getattr(op, "wgrad_overlap", None) for op in plan.basic_ops)
         self.overlap = next((overlap for overlap in overlaps if overlap is not None), None)
-        kept: list[int] = []
+        kept: list[tuple[int, bool]] = []
         reads: list[tuple[int, int] | None] = []
         for (start, stop), op, need in zip(spans, plan.basic_ops, plan.needs):
             if op.backward_reads_parameters and need is not None:
                 reads.append((len(kept), len(kept) + stop - start))
-                kept.extend(range(start, stop))
+                kept += [(start + n, op.holds_data(n)) for n in range(stop - start)]
             else:
                 reads.append(None)
         self.kept_parameters = tuple(kept)
@@ -102,6 +106,12 @@ class Program:
         self._traced_backward: Callable[..., Any] | None = None
         self._specialized: list[_Function] = []
         self.specializations = Specializations(self)
+
+    def kept(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What is saved of a call's parameters besides what operations save."""
+        return [
+            held(parameters[n]) if holds else parameters[n] for n, holds in self.kept_parameters
+        ]
 
     def layout(self) -> int:
         """A number that differs between programs that may save different tensors.

@@ -109,7 +109,7 @@ def _forward(
     extra_inputs = tensors[program.num_parameters :]
     output, outputs = traced_forward(program, kwargs, input_, extra_inputs, tape)
     if tape.saved or program.kept_parameters:
-        func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
+        func_ctx.save_for_backward(*tape.saved, *program.kept(tensors))
     func_ctx.forwarded = program, tape.contexts
     return output, outputs
 

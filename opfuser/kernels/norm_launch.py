@@ -249,6 +249,7 @@ def backward(
     want_dx: bool,
     want_dw: bool,
     want_y: bool,
+    y_weight: Tensor | None = None,
 ) -> NormGrads:
     """As ``norm_plain.norm_backward``.
 
@@ -274,14 +275,20 @@ def backward(
     dw = torch.empty_like(weight) if want_dw and weight is not None else None
     db = torch.empty_like(bias) if want_dw and bias is not None else None
     mean = None if mean is None else mean.contiguous()
-    tensors = (dy, x, weight, bias, mean, rstd.contiguous(), residual_grad, dx, y)
+    if not want_y:
+        y_weight = None
+    elif y_weight is None:
+        y_weight = weight
+    else:
+        y_weight = y_weight.contiguous()
+    tensors = (dy, x, weight, bias, mean, rstd.contiguous(), residual_grad, y_weight, dx, y)
     if dx is None or cols <= BACKWARD.max_cols:
         _launch_with_sums(tensors, ints, zero_centered, dw, db)
     else:
         launch = _wide_backward_launch(zero_centered)
         launch((rows, 1, 1), tensors, ints, (share_of_sum(weight, cols),))
         if dw is not None:
-            _launch_with_sums((*tensors[:6], None, None, None), ints, zero_centered, dw, db)
+            _launch_with_sums((*tensors[:6], *(None,) * 4), ints, zero_centered, dw, db)
     return NormGrads(dx, dw, db, y)
 
 

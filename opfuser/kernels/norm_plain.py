@@ -98,6 +98,7 @@ def norm_backward(
     want_dx: bool,
     want_dw: bool,
     want_y: bool,
+    y_weight: Tensor | None = None,
     traced: bool = False,
 ) -> NormGrads:
     """Gradients, and the output again; ``want_dw`` asks for those of weight and bias together.
@@ -106,7 +107,7 @@ def norm_backward(
     ``db = Σ dy`` and ``y = x̂ w + b`` with ``x̂ = (x - mean) rstd``. Where mean is None, so is bias;
     x̂ is ``x rstd`` and the term ``mean(dy w)`` is left out. Where weight is None too, w is 1 and
     the sum ``Σ dy x̂`` stands for its mean. dx has the dtype to which torch promotes those of x and
-    residual_grad. ``traced`` is by torch.compile.
+    residual_grad. ``y_weight`` is the w of y, and None that of dx. ``traced`` is by torch.compile.
     """
     if not x.numel():
         return NormGrads(
@@ -117,8 +118,10 @@ def norm_backward(
         )
     if mean is None:
         wants = want_dx, want_dw, want_y
-        return _rms_backward(dy, x, weight, rstd, residual_grad, zero_centered, wants, traced)
+        weights = weight, y_weight
+        return _rms_backward(dy, x, weights, rstd, residual_grad, zero_centered, wants, traced)
     assert weight is not None
+    w = weight if y_weight is None else y_weight
     needs = want_dx, want_dw, want_dw and bias is not None
     scale = _scale(weight, _operand_dtype(x), zero_centered)
     dx, dw, db = _layer_gradients(dy, x, mean.unsqueeze(-1), rstd.unsqueeze(-1), scale, needs)
@@ -128,21 +131,21 @@ def norm_backward(
         dx,
         None if dw is None else cast(dw, weight.dtype),
         None if db is None or bias is None else cast(db, bias.dtype),
-        _layer_norm(x, weight, bias, eps, zero_centered)[0] if want_y else None,
+        _layer_norm(x, w, bias, eps, zero_centered)[0] if want_y else None,
     )
 
 
 def _rms_backward(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor | None,
+    weights: tuple[Tensor | None, Tensor | None],
     rstd: Tensor,
     residual_grad: Tensor | None,
     zero_centered: bool,
     wants: tuple[bool, bool, bool],
     traced: bool,
 ) -> NormGrads:
-    want_dx, want_dw, want_y = wants
+    (want_dx, want_dw, want_y), (weight, y_weight) = wants, weights
     scale = None if weight is None else _scale(weight, rstd.dtype, zero_centered)
     shape, dtype, cols = x.shape, x.dtype, x.shape[-1]
     if x.dim() != 2:  # ATen's backward of weight normalisation takes two
@@ -176,6 +179,8 @@ def _rms_backward(
         dx = _add_residual(dx, residual_grad, dtype)
     if want_y:
         xhat = torch.mul(wide, rstd, out=None if traced else buffer)
+        if y_weight is not None:
+            scale = _scale(y_weight, rstd.dtype, zero_centered)
         y = cast(xhat if scale is None else xhat.mul_(scale), dtype)
         y = y if len(shape) == 2 else y.view(*shape)
     return NormGrads(dx, dw, None, y)

@@ -137,6 +137,14 @@ class BasicOperation(FusibleOperation):
         """Who computes its quantised products, if the recipe of ``env`` names other than torch."""
         return ()
 
+    def holds_data(self, n: int) -> bool:
+        """Whether ``ctx.parameters[n]`` keeps its data where ``parameter.data`` is set afterwards.
+
+        Backward of torch's functions reads the new data of a parameter that they took themselves,
+        and the old data of its views and casts.
+        """
+        return False
+
     def num_quantizers(self, mode: str) -> int:
         """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantise."""
         return 0

@@ -376,4 +376,5 @@ def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     alike = replace(q, weight=None) == replace(k, weight=None)
     if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
         raise KeptError("opfuser has no operation for such norms of queries and keys")
-    return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)
+    how = q.zero_centred_weight, q.weight_is_cast
+    return HeadNorm(heads, q.eps, q.weight, k.weight, *how)

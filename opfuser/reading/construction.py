@@ -273,6 +273,7 @@ class Built:
         kind = basic.LayerNorm if op.centred else basic.RMSNorm
         zero_centred = op.zero_centred_weight
         made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
+        made.weight_is_cast = op.weight_is_cast
         if op.centred:
             self.aliased(made, bias=op.bias)
         return self.normed(made, weight=op.weight)
@@ -290,7 +291,8 @@ class Built:
     def experts(self, op: read.Experts) -> list[nn.Module]:
         """Weights scale what the last linear function takes, and its bias, where they can."""
         scaled = _scaled(op.activation) if isinstance(op.activation, read.Gated) else None
-        up, down = self.experts_linear(op.up), self.experts_linear(op.down, scaled is not None)
+        scales = scaled is not None
+        up, down = self.experts_linear(op.up), self.experts_linear(op.down, scaled=scales)
         permute = basic.Permute(op.up.count, weighted=scaled is not None)
         unpermute = basic.Unpermute(weighted=scaled is None)
         row_map, sizes, weights = map(PrivateChannel, ("row_map", "sizes", "weights"))
@@ -308,18 +310,22 @@ class Built:
         router = self._module.get_submodule(op.router.path)
         return [Routed(router, rows, op.weights, op.indices, op.flat)]
 
-    def experts_linear(self, op: read.ExpertsLinear, scale: bool = False) -> basic.GroupedLinear:
+    def experts_linear(
+        self, op: read.ExpertsLinear, *, scaled: bool = False
+    ) -> basic.GroupedLinear:
         made = basic.GroupedLinear(
             op.count,
             op.in_features,
             op.out_features,
             bias=op.bias is not None,
-            scale_bias=scale,
+            scale_bias=scaled,
             device="meta",
             single_grouped_weight=True,
             single_grouped_bias=True,
             weight_transposed=op.transposed,
         )
+        # Else the gradient of the scales, which is of forward's data, comes by that of the input.
+        made.multiplies_whole = op.multiplies_whole and not scaled
         self._weights.append((made, op.weight))
         self.aliased(made, weight=op.weight, bias=op.bias)
         return made
@@ -334,6 +340,7 @@ class Built:
             zero_centered_gamma=zero_centred,
             device="meta",
         )
+        made.weight_is_cast = op.weight_is_cast
         return self.normed(made, q_weight=op.q_weight, k_weight=op.k_weight)
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:

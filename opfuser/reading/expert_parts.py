@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -38,11 +38,16 @@ class ExpertsLinearFound(NamedTuple):
 class Form:
     """How rows that are computed by different experts are written.
 
+    Class attributes:
+        multiplies_whole: whether products take the weights of all experts at once.
+
     Attributes:
         values: of the dataflow.
         experts: the expert of each row.
         written: nodes with an effect that belong to it.
     """
+
+    multiplies_whole: ClassVar[bool] = False
 
     def __init__(self, values: Values, experts: Any) -> None:
         self.values, self.experts = values, experts
@@ -98,7 +103,9 @@ class Form:
         if any(t.meta.dtype not in self.values.dtypes for t in (weight, self.values.peel(v))):
             return None
         name = None if bias is None else bias.name
-        made = ExpertsLinear(weight.name, name, count, in_features, out_features, transposed)
+        sizes = count, in_features, out_features
+        whole = transposed and self.multiplies_whole
+        made = ExpertsLinear(weight.name, name, *sizes, transposed, whole)
         return ExpertsLinearFound(made, x)
 
     def parameter(self, v: Any) -> Value | None:

@@ -42,6 +42,8 @@ def experts_by_rows(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] 
 
 
 class _Sorted(Form):
+    multiplies_whole = True
+
     def __init__(self, values: Values, node: Node, filled: Node) -> None:
         super().__init__(values, stripped(values, node.args[0]))
         self.ids, self.order = node.results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .arguments import is_number
 from .dataflow import Value
@@ -55,7 +55,7 @@ def _norm_by_function(values: Values, v: Value) -> NormFound | None:
         found = _weight_of(values, weight, shape)
         if found is None:
             return None
-        norm = replace(norm, weight=found[0], zero_centred_weight=found[1])
+        norm = replace(norm, **found)
     if bias and bias[0] is not None:
         vector = vector_of(values, bias[0])
         if vector is None or vector.shape != shape:
@@ -82,7 +82,7 @@ def _norm_by_formula(values: Values, product: Product) -> NormFound | None:
         weight = _weight_of(values, rest.values[0], norm.shape)
         if weight is None:
             return None
-        norm = replace(norm, weight=weight[0], zero_centred_weight=weight[1])
+        norm = replace(norm, **weight)
     return NormFound(norm, x, rest.factor)
 
 
@@ -110,9 +110,12 @@ def _centred(values: Values, y: Value) -> Value | None:
     return x if op == "mean" and of[1:] == (-1, True) and values.peel(of[0]) is x else None
 
 
-def _weight_of(values: Values, v: Value, shape: tuple[int, ...]) -> tuple[str, bool] | None:
-    """The path of the parameter that scales a norm, and whether one is added to it."""
+def _weight_of(values: Values, v: Value, shape: tuple[int, ...]) -> dict[str, Any] | None:
+    """What is known of the weight that scales a norm: fields of a Norm."""
     op, args = values.term(v)
     plus_one = op == "add" and is_number(args[1]) and args[1] == 1
     weight = vector_of(values, args[0] if plus_one else v)
-    return None if weight is None or weight.shape != shape else (weight.name, plus_one)
+    if weight is None or weight.shape != shape:
+        return None
+    is_cast = not plus_one and values.is_cast(weight)
+    return {"weight": weight.name, "zero_centred_weight": plus_one, "weight_is_cast": is_cast}

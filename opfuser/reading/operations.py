@@ -83,7 +83,8 @@ class Called(Operation):
 class Norm(Operation):
     """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x if ``centred``, else 0.
 
-    With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1.
+    With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1. With
+    ``weight_is_cast``, what is multiplied is a cast or a view of w.
     """
 
     centred: bool
@@ -92,6 +93,7 @@ class Norm(Operation):
     weight: str | None = None
     bias: str | None = None
     zero_centred_weight: bool = False
+    weight_is_cast: bool = False
 
 
 Projection = Linear | LoRALinear | Called
@@ -137,7 +139,8 @@ class Gated(Operation):
 class ExpertsLinear:
     """``y = x W_e^T + b_e`` for rows of expert e; biases (count, out).
 
-    Weights are (count, out, in), or with ``transposed`` (count, in, out).
+    Weights are (count, out, in), or with ``transposed`` (count, in, out). With ``multiplies_whole``
+    a function of torch takes the parameter itself.
     """
 
     weight: str
@@ -146,6 +149,7 @@ class ExpertsLinear:
     in_features: int
     out_features: int
     transposed: bool = False
+    multiplies_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,6 +229,7 @@ class HeadNorm(Operation):
     q_weight: str | None
     k_weight: str | None
     zero_centred_weight: bool = False
+    weight_is_cast: bool = False
 
 
 @dataclass(frozen=True)

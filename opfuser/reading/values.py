@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .arguments import Term, term_of
+from .arguments import CASTS, Term, term_of
 from .dataflow import Dataflow, Node, Value, values_in
 from .kept import KeptError
 
@@ -61,6 +61,14 @@ class Values:
         while (inner := self._same(v)) is not None:
             v = inner
         return v
+
+    def is_cast(self, x: Value) -> bool:
+        """Whether a cast or a view of a value is read in its place somewhere."""
+        made = (v for _, results in self._nodes for v in results if self.equals(v, x))
+        return any(
+            v.node is not None and (v.node.op not in CASTS or v.meta.dtype != x.meta.dtype)
+            for v in made
+        )
 
     def equals(self, v: Value, other: Value) -> bool:
         """Whether ``other`` is among :meth:`passed` of ``v``."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import opfuser
+from opfuser.fused import RecomputeMLP
 from opfuser.op import BasicOperation
 from tests.basic.values import saved_by
 from tests.engine.toys import (
-    F64,
     Sigmoid,
     Square,
     Times,
@@ -89,51 +90,189 @@ def test_saved_tensors_may_be_packed() -> None:
     same(grads(y, wrt), grads(plain_sigmoids(seq, x), wrt))
 
 
-LINEARS: dict[str, Callable[[], list[Any]]] = {
-    "alone": lambda: [opfuser.Linear(3, 3)],
-    "recomputed": lambda: [opfuser.Linear(3, 5), opfuser.GELU(), opfuser.Linear(5, 3)],
-    "merged": lambda: [opfuser.MergedLinear(3, {"a": 2, "b": 4}), opfuser.SwiGLU()],
-    "transposed": lambda: [opfuser.Linear(3, 3, weight_transposed=True)],
-    "adapted": lambda: [opfuser.LoRALinear(3, 3, adapters=[opfuser.LoRAAdapter(rank=2)])],
-    "sums": lambda: [opfuser.Linear(3, 3, bias=False), opfuser.Dropout(0.0), Sigmoid()],
+# ``parameter.data = other`` between the passes.
+
+
+class Exchange(NamedTuple):
+    """Operations, and what computes the same by functions of torch and the same parameters."""
+
+    ops: Callable[[], list[Any]]
+    plain: Callable[..., Tensor]
+    width: int = 3
+
+
+def _scaled_root(x: Tensor, w: Tensor) -> Tensor:
+    """As Llama writes its norm, and with ``1 + w`` Gemma."""
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def _normed_heads(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    heads = x.unflatten(-1, (3, 4))
+    q, k = _scaled_root(heads[..., :1, :], q), _scaled_root(heads[..., 1:2, :], k)
+    return torch.cat([q, k, heads[..., 2:, :]], -2).flatten(-2)
+
+
+def _adapted(x: Tensor, w: Tensor, b: Tensor, a1: Tensor, b1: Tensor) -> Tensor:
+    return F.linear(x, w, b) + F.linear(F.linear(x, a1), b1)
+
+
+def _adapted_transposed(x: Tensor, w: Tensor, b: Tensor, a1: Tensor, b1: Tensor) -> Tensor:
+    return torch.addmm(b, x, w) + F.linear(F.linear(x, a1), b1)
+
+
+def _mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+
+def _mlp_transposed(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return torch.addmm(b2, F.gelu(torch.addmm(b1, x, w1)), w2)
+
+
+def _merged(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return torch.cat([F.linear(x, w1, b1), F.linear(x, w2, b2)], -1)
+
+
+def _mlp_of(**kwargs: Any) -> list[Any]:
+    gelu = opfuser.GELU("none")
+    return [opfuser.Linear(3, 5, **kwargs), gelu, opfuser.Linear(5, 3, **kwargs)]
+
+
+def _cast(op: Any) -> list[Any]:
+    op.weight_is_cast = True
+    return [op]
+
+
+TRANSPOSED = {"weight_transposed": True}
+ADAPTERS = {"adapters": [opfuser.LoRAAdapter(rank=2)]}
+EXCHANGES = {
+    "linear": Exchange(lambda: [opfuser.Linear(3, 3)], F.linear),
+    "transposed": Exchange(
+        lambda: [opfuser.Linear(3, 3, **TRANSPOSED)], lambda x, w, b: torch.addmm(b, x, w)
+    ),
+    "MLP": Exchange(_mlp_of, _mlp),
+    "transposed MLP": Exchange(lambda: _mlp_of(**TRANSPOSED), _mlp_transposed),
+    "scaled": Exchange(
+        lambda: [opfuser.Linear(3, 3, bias=False, **TRANSPOSED), opfuser.ConstantScale(0.5)],
+        lambda x, w: x @ w * 0.5,
+    ),
+    "merged": Exchange(lambda: [opfuser.MergedLinear(3, {"a": 2, "b": 4})], _merged),
+    "adapted": Exchange(lambda: [opfuser.LoRALinear(3, 3, **ADAPTERS)], _adapted),
+    "adapted, transposed": Exchange(
+        lambda: [opfuser.LoRALinear(3, 3, **ADAPTERS, **TRANSPOSED)], _adapted_transposed
+    ),
+    "LayerNorm": Exchange(
+        lambda: [opfuser.LayerNorm(3)], lambda x, w, b: F.layer_norm(x, (3,), w, b)
+    ),
+    "RMSNorm": Exchange(lambda: [opfuser.RMSNorm(3)], _scaled_root),
+    "centred LayerNorm": Exchange(
+        lambda: [opfuser.LayerNorm(3, zero_centered_gamma=True)],
+        lambda x, w, b: F.layer_norm(x, (3,), w + 1, b),
+    ),
+    "centred RMSNorm": Exchange(
+        lambda: [opfuser.RMSNorm(3, zero_centered_gamma=True)],
+        lambda x, w: _scaled_root(x, 1 + w),
+    ),
+    "cast RMSNorm": Exchange(
+        lambda: _cast(opfuser.RMSNorm(3)), lambda x, w: _scaled_root(x, w.clone())
+    ),
+    "QKNorm": Exchange(lambda: [opfuser.QKNorm(1, 4, eps=1e-5)], _normed_heads, 12),
+    "centred QKNorm": Exchange(
+        lambda: [opfuser.QKNorm(1, 4, eps=1e-5, zero_centered_gamma=True)],
+        lambda x, q, k: _normed_heads(x, 1 + q, 1 + k),
+        12,
+    ),
+    "cast QKNorm": Exchange(
+        lambda: _cast(opfuser.QKNorm(1, 4, eps=1e-5)),
+        lambda x, q, k: _normed_heads(x, q.clone(), k.clone()),
+        12,
+    ),
+    "bias and activation": Exchange(
+        lambda: [opfuser.Bias(3), opfuser.GELU("none")], lambda x, b: F.gelu(x + b)
+    ),
+    "embeddings of positions": Exchange(
+        lambda: [opfuser.PositionEmbedding(2, 3)], lambda x, w: x + w
+    ),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
-@pytest.mark.parametrize("name", LINEARS)
-def test_data_of_weights_are_exchanged_between_the_passes(name: str, dtype: torch.dtype) -> None:
-    """Backward reads what forward has read, as that of torch's linear functions does."""
-    torch.manual_seed(0)
-    seq = opfuser.Sequential(*LINEARS[name]()).to(dtype)
+def exchanged_grads(
+    call: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]
+) -> list[Tensor]:
+    """Gradients where the parameters get other data between the passes."""
+    before = [p.data for p in parameters]
+    y = call(x)
+    for p in parameters:
+        p.data = p.data * 3 + 1
+    out = grads(y, [x, *(p for p in parameters if p.requires_grad)])
+    for p, data in zip(parameters, before):
+        p.data = data
+    return out
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_data_of_parameters_are_exchanged_between_the_passes(name: str) -> None:
+    """Backward reads the data that torch's functions read then: those of forward, or the new."""
+    ops, plain, width = EXCHANGES[name]
+    seq = opfuser.Sequential(*ops()).double()
+    parameters = [*seq.parameters()]
+    x = randn(2, width, grad=True)
     with torch.no_grad():
-        for p in seq.parameters():
+        for p in parameters:
             p.normal_()
-    x = torch.randn(2, 3).to(dtype).requires_grad_()
+    want = exchanged_grads(lambda x: plain(x, *parameters), x, parameters)
     for _ in range(4):  # recorded in the end
-        got = []
-        for exchanges in (False, True):
-            before = [p.data for p in seq.parameters()]
-            y = seq(x)
-            if exchanges:
-                for p in seq.parameters():
-                    p.data = p.data * 3 + 1
-            got.append(grads(y, [x, *(p for p in seq.parameters() if p.requires_grad)]))
-            for p, data in zip(seq.parameters(), before):
-                p.data = data
-        assert all(map(torch.equal, *got))
+        same(exchanged_grads(seq, x, parameters), want)
 
 
-def test_data_of_a_norm_are_exchanged_between_the_passes() -> None:
-    """Backward reads what is there then, as torch's does."""
-    seq, plain = opfuser.Sequential(opfuser.LayerNorm(3)).double(), nn.LayerNorm(3).double()
+def test_a_recomputed_output_is_that_of_forward() -> None:
+    """Also where the gradient of the input reads other data."""
+    ops = [opfuser.RMSNorm(3, eps=1e-5), *_mlp_of(**TRANSPOSED)]
+    ops[2].recompute_mlp = True
+    seq, x = opfuser.Sequential(*ops).double(), randn(2, 3, grad=True)
+    norm, *parameters = seq.parameters()
+    want = exchanged_grads(
+        lambda x: _mlp_transposed(_scaled_root(x, norm), *parameters), x, parameters
+    )
     for _ in range(4):
-        got, x = [], randn(2, 3, grad=True)
-        for module, weight in (seq, seq[0].weight), (plain, plain.weight):
-            y, before = module(x), weight.data
-            weight.data = before * 3 + 1
-            got.append(grads(y, [x, weight]))
-            weight.data = before
-        same(*got)
+        same(exchanged_grads(seq, x, parameters), want)
+    plan = seq.last_plan
+    assert plan is not None
+    assert [type(step.op) for step in plan.backward] == [RecomputeMLP]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_data_of_experts_are_exchanged_between_the_passes(whole: bool) -> None:
+    """Functions of torch take slices of a weight, or with bmm the parameter itself."""
+    op = opfuser.GroupedLinear(
+        2, 3, 4, single_grouped_weight=True, single_grouped_bias=True, **TRANSPOSED
+    ).double()
+    op.multiplies_whole = whole
+    seq, x, sizes = opfuser.Sequential(op), randn(4, 3, grad=True), torch.tensor([2, 2])
+
+    def plain(x: Tensor) -> Tensor:
+        if whole:
+            return (torch.bmm(x.view(2, 2, 3), op.weight) + op.bias[:, None]).view(4, 4)
+        rows = zip(x.view(2, 2, 3), op.weight, op.bias)
+        return torch.cat([torch.addmm(b, x, w) for x, w, b in rows])
+
+    parameters = [*seq.parameters()]
+    want = exchanged_grads(plain, x, parameters)
+    for _ in range(4):
+        same(exchanged_grads(lambda x: seq(x, sizes), x, parameters), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_data_of_weights_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Under autocast the weights that are read are casts, also of a W^T."""
+    for transposed in (False, True):
+        seq = opfuser.Sequential(opfuser.Linear(3, 3, weight_transposed=transposed, bias=False))
+        weight, x = seq[0].weight, torch.randn(2, 3, requires_grad=True)
+        for _ in range(4):
+            got = []
+            for call in (seq, lambda x: x @ (weight if transposed else weight.t())):  # noqa: B023
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                    got.append(exchanged_grads(call, x, [weight]))
+            assert all(map(torch.equal, *got))
 
 
 def test_writes_to_a_weight_between_the_passes_are_seen() -> None:

@@ -97,6 +97,9 @@ class ChainNormPart(Part):
             want_total=ctx.requires_grad or self._norm.tap is not None,
         )
 
+    def hold(self, ctxs: Contexts) -> None:
+        self._norm.hold(ctxs[self._count :])
+
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         return self._norm.recompute(ctxs[self._count :], None)
 

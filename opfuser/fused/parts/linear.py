@@ -104,7 +104,7 @@ class LinearPart(Part):
         saved, first = ctxs[0].saved_tensors[:2]
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
         x = saved if x is None else cast(x, first.dtype)
-        return gemm.forward(x, self.linear.saved_weight(ctxs[0]), b)
+        return gemm.forward(x, self.linear.saved_weight(ctxs[0], again=True), b)
 
     def backward(
         self,

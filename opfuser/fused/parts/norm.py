@@ -74,6 +74,9 @@ class NormPart(Part):
             outputs[self.tap] = (x,)
         return outputs
 
+    def hold(self, ctxs: Contexts) -> None:
+        self.norm.hold(ctxs[-1])
+
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         return self.norm.recompute(ctxs[-1])
 

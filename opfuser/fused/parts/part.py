@@ -116,6 +116,13 @@ class Part:
         """
         raise NotImplementedError
 
+    def hold(self, ctxs: Contexts) -> None:
+        """In forward, saves what :meth:`recompute` reads and no gradient does, if there is any.
+
+        Called behind :meth:`forward` where backward will need the output again.
+        """
+        return
+
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         """The output of forward for the input ``x``, recomputed in backward."""
         raise NotImplementedError

@@ -158,11 +158,15 @@ class Pipeline(FusedOperation):
     ) -> ForwardResult:
         y: Any = input_
         extra_outputs: list[Sequence[Tensor | None]] = []
-        for part, own, recomputed, _, _, behind in self._places:
+        last: tuple[Part, Contexts] | None = None
+        for part, own, recomputed, early, _, behind in self._places:
             ctxs = basic_op_ctxs[own]
             save_input = True
             if recomputed and ctxs[0].needs.input:
                 save_input = ctxs[0].input_saved = not part.quantized_ops and self._is_small(y)
+                if last is not None and not save_input and (early or part.wants_input(ctxs)):
+                    last[0].hold(last[1])
+            last = part, ctxs
             quantizer = None
             # While it is watched, who multiplies by the codes makes them, and tells of them.
             if behind is not None and not is_watched():

@@ -11,6 +11,7 @@ With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is 
     dx = residual_grad + rstd (dy w - x̂ share Σ dy w x̂ - share Σ dy w)       dw = Σ dy x̂, db = Σ dy
 
 with the last sum of dx for LayerNorm alone, and w = weight, weight + 1, or 1 without a weight.
+In backward y has a weight of its own, y_weight.
 Forward and backward compute y by the same operations: they give the same bits, or, where the
 compiler contracts a product and a sum in one of them only, neighbouring numbers.
 """
@@ -189,7 +190,7 @@ def norm_forward_wide(
 @triton.jit
 def norm_backward(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_grad_ptr,
-    dx_ptr, y_ptr, partial_ptr,
+    y_weight_ptr, dx_ptr, y_ptr, partial_ptr,
     rows, columns, dy_stride, x_stride, residual_grad_stride,
     share,
     ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -216,8 +217,9 @@ def norm_backward(
             xhat -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         xhat *= rstd
         if y_ptr is not None:
+            y_scale = load_scale(y_weight_ptr, cols, within, ZERO_CENTERED)
             bias = load_bias(bias_ptr, cols, within)
-            store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
+            store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, y_scale, bias))
         if partial_ptr is not None:
             dw += dy * xhat
             if bias_ptr is not None:
@@ -241,7 +243,8 @@ def norm_backward(
 
 @triton.jit
 def norm_backward_wide(
-    dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_grad_ptr, dx_ptr, y_ptr,
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_grad_ptr,
+    y_weight_ptr, dx_ptr, y_ptr,
     rows, columns, dy_stride, x_stride, residual_grad_stride,
     share,
     ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -271,8 +274,9 @@ def norm_backward_wide(
         scale = load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
         xhat = (load_rows(x_ptr, row, x_stride, cols, inside) - mean) * rstd
         if y_ptr is not None:
+            y_scale = load_scale(y_weight_ptr, cols, inside, ZERO_CENTERED)
             bias = load_bias(bias_ptr, cols, inside)
-            store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
+            store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, y_scale, bias))
         dh = load_rows(dy_ptr, row, dy_stride, cols, inside) * scale
         dx = (dh - xhat * slope - shift) * rstd
         if residual_grad_ptr is not None:
