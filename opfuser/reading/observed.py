@@ -8,6 +8,7 @@ import logging
 import re
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ _OPAQUE = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
 )
+_CONTAINERS = dict, list, set
 _DEEPEST = 6
 
 
@@ -89,14 +91,17 @@ class Observed:
         self._caches: dict[int, tuple[Any, int]] = {}
         self.cached: dict[int, int] = {}  # caches, by the code of what they keep results of
         self.kept_results: set[int] = set()  # caches that were given more than scalars
+        self._variables: dict[int, tuple[types.CellType, Any]] = {}  # as they were before
+        self._classes: dict[type, dict[str, Any]] = {}  # likewise
+        self._found: dict[int, list[types.FunctionType]] = {}  # by their code
+        self._done: set[int] = set()  # those of them whose variables are noted
         for module in root.modules():
             for attributes in attributes_of(module):
                 self.hold(attributes)
-        self._tensors = [vars(t) for t in (*root.parameters(), *root.buffers()) if vars(t)]
+            self._hold_class(type(module))
+        self._tensors = [vars(t) for t in (*root.parameters(), *root.buffers())]
         for attributes in self._tensors:
             self.hold(attributes)
-        classes = dict.fromkeys(c for m in root.modules() for c in type(m).__mro__)
-        self._classes = {c: dict(vars(c)) for c in classes if not is_of_python(c.__module__)}
 
     def row(self, holder: dict[str, Any], name: str, value: Any) -> None:
         """Notes that an entry of a dict was read."""
@@ -126,6 +131,8 @@ class Observed:
         """Notes the contents of what may change inside."""
         if isinstance(value, Tensor):
             self.tensors.add(id(value))
+        if isinstance(value, type):
+            self._hold_class(value)
         if value is MISSING or is_scalar(value) or isinstance(value, self._opaque):
             return
         if type(value).__module__.partition(".")[0] == "torch":
@@ -140,8 +147,8 @@ class Observed:
         """What there is to look into inside a value, whose own contents are noted."""
         if isinstance(value, types.FunctionType):
             self._functions[id(value)] = value
-            if vars(value):
-                self.hold(vars(value))
+            self.hold(vars(value))
+            self._hold_inside(value)
             return []
         if isinstance(value, types.MethodType):
             return [value.__self__, value.__func__]
@@ -156,7 +163,11 @@ class Observed:
             return [value.__wrapped__]
         if isinstance(value, (tuple, frozenset)):
             return contents(value)
-        if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__"):
+        if isinstance(value, (list, dict, set)):
+            own = getattr(value, "__dict__", value)  # of a subclass
+            return [*self.container(value), *self.container(own)]
+        if hasattr(value, "__dict__"):
+            self._hold_class(type(value))
             return self.container(value)
         self.keep(f"reads '{name}', a {type(value).__name__}")
         return []
@@ -185,11 +196,16 @@ class Observed:
         """Notes attributes of classes and tensors that code which was executed may have read."""
         noted = {(_owner(kind, name), name) for kind, name in self._kinds}
         for kind in self._classes:
-            for name in vars(kind).keys() & self.names:
-                value = getattr(kind, name)
-                if not (callable(value) or hasattr(value, "__get__") or (kind, name) in noted):
+            for name, value in list(vars(kind).items()):
+                function = value.fget if isinstance(value, property) else value
+                function = getattr(function, "__func__", function)
+                if isinstance(function, types.FunctionType):
+                    read = id(function.__code__) in self.executed
+                else:
+                    read = name in self.names and not hasattr(value, "__get__")
+                if read and (kind, name) not in noted:
                     self.kind(kind, name)
-        for attributes in self._tensors:
+        for attributes in (*self._tensors, *map(vars, self._functions.values())):
             for name in attributes.keys() & self.names:
                 self.row(attributes, name, attributes[name])
                 self.look_into(name, attributes[name])
@@ -217,6 +233,46 @@ class Observed:
             plain = isinstance(holder, (list, dict, set))
             self._held[id(holder)] = holder, holder.copy() if plain else dict(vars(holder))
 
+    def execute(self, code: types.CodeType) -> None:
+        """Notes that code is about to be executed, with what may change in its functions."""
+        self.executed.add(id(code))
+        for function in self._found.get(id(code), ()):
+            self._hold_function(function)
+
+    def _hold_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._done:
+            return
+        self._done.add(id(function))
+        self.hold(vars(function))
+        self._hold_inside((function.__defaults__, function.__kwdefaults__))
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not yet bound
+                self._variables.setdefault(id(cell), (cell, cell.cell_contents))
+                self._hold_inside(cell.cell_contents)
+
+    def _hold_inside(self, value: Any) -> None:
+        """Notes the contents of containers at any depth, and of functions once they are executed.
+
+        Values of subclasses may compute what is inside of them.
+        """
+        if isinstance(value, types.FunctionType):
+            self._found.setdefault(id(value.__code__), []).append(value)
+            if id(value.__code__) in self.executed:
+                self._hold_function(value)
+        elif type(value) is tuple or (type(value) in _CONTAINERS and id(value) not in self._held):
+            if type(value) is not tuple:
+                self.hold(value)
+            for part in contents(value):
+                self._hold_inside(part)
+
+    def _hold_class(self, kind: type) -> None:
+        """Notes the attributes of a class and of those that it inherits from, likewise."""
+        for c in kind.__mro__:
+            if c not in self._classes and not is_of_python(c.__module__):
+                self._classes[c] = dict(vars(c))
+                for value in self._classes[c].values():
+                    self._hold_inside(value)
+
     def undo(self) -> None:
         """Puts back what was written since, and notes that it was."""
         for holder, copy in self._held.values():
@@ -232,6 +288,10 @@ class Observed:
                     holder[name] = value
         for kind, before in self._classes.items():
             self._undo_in_class(kind, before)
+        for cell, value in self._variables.values():
+            if cell.cell_contents is not value:
+                self.note_effect("writes to a variable of another function")
+                cell.cell_contents = value
         for cache, misses in self._caches.values():
             filled = cache.cache_info().misses != misses
             if filled and id(cache) in self.kept_results:  # it may hold stand-ins now
@@ -243,7 +303,7 @@ class Observed:
         for name in now.keys() | before.keys():
             if now.get(name, MISSING) is before.get(name, MISSING):
                 continue
-            self.note_effect(f"writes to '{name}' of its class")
+            self.note_effect(f"writes to '{name}' of a class")
             if name in before:
                 setattr(kind, name, before[name])
             else:

@@ -97,11 +97,15 @@ def held_tensors(module: nn.Module) -> tuple[list[Any], list[Tensor | None]]:
 
 def unchanged(now: list[Any], before: list[Any]) -> bool:
     """Whether two lists have the same objects, or equal scalars, in the same order."""
-    return len(now) == len(before) and all(map(_same, now, before))
+    return len(now) == len(before) and all(map(same, now, before))
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (is_scalar(a) and type(a) is type(b) and a == b)
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or scalars that nothing tells apart."""
+    if a is b:
+        return True
+    # 0.0 and -0.0 are equal, 1 and True are of two types.
+    return is_scalar(a) and type(a) is type(b) and a == b and (bool(a) or repr(a) == repr(b))
 
 
 @dataclass(eq=False, repr=False)
@@ -165,7 +169,7 @@ class Reads:
         )
         if text not in _written:  # siblings share it
             # Texts of this module, and names of attributes as literals.
-            space: dict[str, Any] = {"MISSING": MISSING, "is_": is_}
+            space: dict[str, Any] = {"MISSING": MISSING, "is_": is_, "same": same}
             space |= {"contents": contents, "unchanged": unchanged}
             exec(text, space)
             _written[text] = space["make"]
@@ -181,16 +185,22 @@ def _row(name: _Name, holder: dict[str, Any], key: str, value: Any) -> str:
         return f"{key!r} not in {name(holder)}"
     if value is None or type(value) is bool:
         return f"{name(holder)}[{key!r}] is {value}"
-    same = "==" if type(value) in (int, float, complex, str, bytes) else "is"
-    return f"{name(holder)}[{key!r}] {same} {name(value)}"
+    return _same_as(name, f"{name(holder)}[{key!r}]", value, "is")
 
 
 def _attribute(name: _Name, kind: type, attribute: str, value: Any) -> str:
     found = f"{name(kind)}.{attribute}"
     if value is MISSING or not attribute.isidentifier():
         found = f"getattr({name(kind)}, {attribute!r}, MISSING)"
-    same = "is" if isinstance(value, FunctionType | property) or value is MISSING else "=="
-    return f"{found} {same} {name(value)}"
+    compared = "is" if isinstance(value, FunctionType | property) or value is MISSING else "=="
+    return _same_as(name, found, value, compared)
+
+
+def _same_as(name: _Name, found: str, value: Any, compared: str) -> str:
+    """That what was found is a value: scalars, most of which are the same object, by `same`."""
+    if is_scalar(value):
+        return f"((v := {found}) is {name(value)} or same(v, {name(value)}))"
+    return f"{found} {compared} {name(value)}"
 
 
 # What takes less time one by one than by a function of C that goes over lists.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
+import io
 import logging
 import os
 import sys
@@ -32,6 +33,8 @@ __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
+# Names in code that reads attributes without their objects.
+_HIDDEN = {"getattr_static"}, {"object", "__getattribute__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
@@ -136,7 +139,9 @@ class Recording:
             elif frame(1).f_globals is not _FRAMEWORK:
                 observed.modules[id(module)] = module
                 if name == "__dict__":
-                    observed.container(value)
+                    for part in observed.container(value):
+                        if isinstance(part, (dict, list, set)):
+                            observed.container(part)
                     return value
                 observed.attribute(module, _plain(module, "__dict__"), name, value)
                 if name == "layer_idx" and self.has_cache and type(value) is int:
@@ -213,7 +218,7 @@ class Recording:
             if event == "return":
                 self._returns(frame, argument)
             elif event == "c_call":
-                self._calls_c(frame, argument)
+                self._calls_builtin(frame, argument)
             elif frame is self._function:
                 self._function = None
                 internals.set_grad_enabled(True)
@@ -230,11 +235,12 @@ class Recording:
         self._seen[id(code), id(around)] = code
         self._new_code(frame)
 
-    def _calls_c(self, frame: types.FrameType, function: Any) -> None:
+    def _calls_builtin(self, frame: types.FrameType, function: Any) -> None:
         """Notes what a function in C does that a frame calls."""
+        own = function.__self__
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
-        elif isinstance(own := function.__self__, GENERATORS):
+        elif isinstance(own, GENERATORS):
             self._drawn.setdefault(id(own), state_of(own))
             self.note_effect("draws random numbers")
         elif isinstance(own, _FUNCTIONS) and function.__name__ == "apply":
@@ -242,6 +248,8 @@ class Recording:
             if torch.is_grad_enabled():  # as it would save for a backward, and tell hooks of that
                 self._function = frame
                 internals.set_grad_enabled(False)
+        elif isinstance(own, io.IOBase) and not is_of_python(_file(frame)):  # as logging is
+            self.keep(f"calls {function.__name__} of a file")
 
     def _new_code(self, frame: types.FrameType) -> None:
         """Notes what code is that is executed for the first time."""
@@ -249,7 +257,7 @@ class Recording:
         if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
             self._watched[id(code)] = self._apply_part
             self._apply_part(frame)
-        file = str(around.get("__name__", ""))
+        file = _file(frame)
         top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
             self.keep(f"communicates by {code.co_name}")
@@ -261,7 +269,7 @@ class Recording:
 
     def _note_code(self, code: types.CodeType, around: dict[str, Any]) -> None:
         """Notes what code that is executed for the first time reads and writes."""
-        self.observed.executed.add(id(code))
+        self.observed.execute(code)
         self.observed.names.update(code.co_names)
         if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
@@ -269,6 +277,9 @@ class Recording:
             self.note_effect("writes to a variable of another function")
         if "range" in code.co_names:
             self.note_loop()
+        for hidden in _HIDDEN:
+            if hidden <= set(code.co_names):
+                self.note_effect(f"reads by {'.'.join(sorted(hidden, reverse=True))}")
         for name in code.co_names:
             if name in around:
                 self._named(around, name, code.co_names)
@@ -324,6 +335,11 @@ class Recording:
         registry, key = frame.f_locals["self"], frame.f_locals["key"]
         for mapping in (registry._local_mapping, type(registry)._global_mapping):
             self.observed.row(mapping, key, mapping.get(key, MISSING))
+
+
+def _file(frame: types.FrameType) -> str:
+    """The name of the module that executed code is of."""
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _writes_to_closure(code: types.CodeType) -> bool:

@@ -19,6 +19,7 @@ from .reads import (
     contents,
     held_tensors,
     is_scalar,
+    same,
     unchanged,
 )
 
@@ -109,7 +110,7 @@ def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set
     if type(value) is not type(other):
         return False
     if is_scalar(value):
-        return bool(value == other)
+        return same(value, other)
     parts: list[tuple[Any, Any]]
     if isinstance(value, types.MethodType):
         parts = [(value.__func__, other.__func__), (value.__self__, other.__self__)]

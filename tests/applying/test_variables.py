@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import types
 from collections.abc import Callable
@@ -131,6 +132,21 @@ class Plain:
     scale = 1.0
 
 
+class Acting:
+    """What acts is an object, whose class has the factor and the method."""
+
+    factor = 1.0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return torch.relu(h) * self.factor
+
+
+class Listed(list[float]):
+    """A list with an attribute."""
+
+    factor: float
+
+
 class Scaled(Block):
     """Its parent's forward is found by ``super()``."""
 
@@ -149,7 +165,16 @@ def scaled_by_its_attribute(h: Tensor) -> Tensor:
 scaled_by_its_attribute.scale = 1.0  # type: ignore[attr-defined]
 settings = types.ModuleType("settings_of_a_user")
 settings.scale = 1.0  # type: ignore[attr-defined]
-TABLE = {"scale": 1.0}
+TABLE = {"scale": 1.0, "zero": 0.0}
+ACTING, LISTED = Acting(), Listed()
+LISTED.factor = 1.0
+
+
+def unused() -> None:
+    """Has an attribute."""
+
+
+unused.factor = 1.0  # type: ignore[attr-defined]
 
 
 def variable() -> tuple[Callable[[Tensor], Tensor], Change]:
@@ -195,6 +220,34 @@ VARIABLES: dict[str, tuple[Any, Change]] = {
     "entry of a global dict": (
         lambda h: torch.relu(h) * TABLE["scale"],
         lambda patch: patch.setitem(TABLE, "scale", 3.0),
+    ),
+    "attribute of an object's class": (
+        ACTING,
+        lambda patch: patch.setattr(Acting, "factor", 3.0),
+    ),
+    "method of an object's class": (
+        ACTING,
+        lambda patch: patch.setattr(Acting, "__call__", lambda self, h: torch.tanh(h)),
+    ),
+    "attribute of a list": (
+        lambda h: torch.relu(h) * LISTED.factor,
+        lambda patch: patch.setattr(LISTED, "factor", 3.0),
+    ),
+    "attribute of a function that is not called": (
+        lambda h: torch.relu(h) * unused.factor,  # type: ignore[attr-defined]
+        lambda patch: patch.setattr(unused, "factor", 3.0),
+    ),
+    "type of a number": (
+        lambda h: torch.relu(h) if type(TABLE["scale"]) is float else torch.tanh(h),
+        lambda patch: patch.setitem(TABLE, "scale", 1),
+    ),
+    "type of a truth value": (
+        lambda h: torch.relu(h) if type(settings.scale) is float else torch.tanh(h),
+        lambda patch: patch.setattr(settings, "scale", True),
+    ),
+    "sign of zero": (
+        lambda h: torch.relu(h) * math.copysign(2.0, TABLE["zero"]),
+        lambda patch: patch.setitem(TABLE, "zero", -0.0),
     ),
     "environment": (
         lambda h: 3 * torch.relu(h) if os.environ.get("OPFUSER_OF_A_TEST") else torch.relu(h),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import os
 import random
 import sys
@@ -236,6 +237,7 @@ def counts(self: Any, x: Tensor) -> Tensor:
 
 generator = random.Random(0)
 turned = deque([1.0, 2.0])
+log = io.StringIO()
 numbers = iter([1.0, 2.0])
 nested = [[[[[[[[1.0]]]]]]]]
 
@@ -260,6 +262,47 @@ def counted_by() -> int:
 
 
 counted_by.calls = 0  # type: ignore[attr-defined]
+
+
+def counter() -> tuple[Callable[..., Tensor], Callable[[], object]]:
+    """A function that counts its calls in variables of its own, and what these are."""
+    calls, several, default = 0, [0], []
+
+    def count(self: Any, x: Tensor, seen: list[Any] = default) -> Tensor:
+        nonlocal calls
+        calls += 1
+        several[0] += 1
+        seen.append(x)
+        return x + calls
+
+    return count, lambda: (calls, list(several), list(default))
+
+
+counts_in_variables, variables = counter()
+
+
+class Tally:
+    calls = 0
+
+
+def counts_in_another_class(self: Any, x: Tensor) -> Tensor:
+    Tally.calls += 1
+    return x + Tally.calls
+
+
+def counts_in_a_function_that_is_not_called(self: Any, x: Tensor) -> Tensor:
+    variables.calls = 1  # type: ignore[attr-defined]
+    return x + 1
+
+
+def sets_what_a_parameter_has_not(self: Any, x: Tensor) -> Tensor:
+    self.inner.bias.seen = True
+    return x + 1
+
+
+def appends_to_a_new_list(self: Any, x: Tensor) -> Tensor:
+    self.__dict__.setdefault("lists", [written])[0].append(x)
+    return x + 1
 
 
 def draws_in_python(self: Any, x: Tensor) -> Tensor:
@@ -330,8 +373,20 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "python's random": (draws_in_python, "draws random numbers"),
     "a generator's random": (draws_of_its_own, "draws random numbers"),
     "parameter": (counts_in_a_parameter, "writes to attributes"),
-    "class": (counts_in_its_class, "writes to 'calls' of its class"),
+    "class": (counts_in_its_class, "writes to 'calls' of a class"),
     "attribute of a function": (counts_in_a_function, "writes to attributes"),
+    "variables": (counts_in_variables, "writes to a variable of another function"),
+    "another class": (counts_in_another_class, "writes to 'calls' of a class"),
+    "new attribute of a function": (
+        counts_in_a_function_that_is_not_called,
+        "writes to attributes",
+    ),
+    "new attribute of a parameter": (sets_what_a_parameter_has_not, "writes to attributes"),
+    "list in attributes": (appends_to_a_new_list, "writes to a list"),
+    "hidden attribute": (
+        lambda self, x: x + object.__getattribute__(self, "calls"),
+        "reads by object.__getattribute__",
+    ),
     "seed": (lambda self, x: torch.manual_seed(3) and x, "draws random numbers"),
     "time": (lambda self, x: x + time.time(), "asks for time"),
     "noise of the system": (lambda self, x: x + os.urandom(1)[0], "asks for urandom"),
@@ -358,6 +413,10 @@ def nothing_left_behind() -> Iterator[None]:
             copy.copy(numbers).__reduce__()[2:],
             counted_by.calls,  # type: ignore[attr-defined]
             Computes.calls,
+            Tally.calls,
+            variables(),
+            dict(vars(variables)),
+            log.getvalue(),
             torch.get_rng_state().tolist(),
             str(np.random.get_state()),
             list(written),
@@ -384,6 +443,7 @@ def test_what_a_forward_does_besides_is_an_effect_and_is_undone(name: str) -> No
     assert torch.equal(module.table, before[1])
     assert module.__dict__ == before[2]
     assert module.inner._parameters.keys() == before[3].keys()
+    assert not vars(module.inner.bias)
 
 
 @pytest.mark.parametrize("name", ["random", "no_grad", "attribute", "function"])
@@ -461,6 +521,7 @@ KEPT: dict[str, tuple[Callable[..., Any], str]] = {
         lambda self, x: self.inner(x).register_hook(print) and x,
         "computes register_hook in ''",
     ),
+    "file": (lambda self, x: log.write("called") and x, "calls write of a file"),
     "item": (lambda self, x: x * x.sum().item(), "computes item in ''"),
     "condition": (lambda self, x: x if x.sum() > 0 else -x, "computes __bool__ in ''"),
     "swallowed": (swallows, "computes __bool__ in ''"),
@@ -593,7 +654,7 @@ def test_what_else_is_read_of_a_cache_keeps_the_module() -> None:
 
 def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None:
     other, y = nn.Linear(WIDTH, WIDTH), given()
-    found: list[Any] = []
+    found: deque[Any] = deque()  # which a trace leaves as it is
 
     class Starting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
