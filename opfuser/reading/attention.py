@@ -28,7 +28,7 @@ from .products import product_of
 from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 
-__all__ = ["AttentionFound", "attention_of", "gathered"]
+__all__ = ["AttentionFound", "LatentsFound", "attention_of", "gathered"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,21 @@ class _Core:
 
 
 @dataclass(frozen=True)
+class LatentsFound:
+    """Keys and values that are made of what a cache has returned.
+
+    Attributes:
+        update: of the cache, by two tensors of one head.
+        sources: what it returns, and projections of that, side by side.
+        taken: what orders the columns of each before.
+    """
+
+    update: Node
+    sources: tuple[Value, ...]
+    taken: tuple[tuple[Operation, ...], ...]
+
+
+@dataclass(frozen=True)
 class AttentionFound:
     """Attention, and the projections that its packed input consists of.
 
@@ -61,11 +76,12 @@ class AttentionFound:
         steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
         branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
-            memory.
+            memory or if there are latents.
         memory: the outputs of the projections of another input, which are keys and values.
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
+        latents: what the branches of keys and values take; None if that are the sources.
     """
 
     attention: Attention
@@ -76,6 +92,7 @@ class AttentionFound:
     memory_steps: tuple[Operation, ...]
     tokens: tuple[int, int]
     once: tuple[Node, ...]
+    latents: LatentsFound | None = None
 
 
 def attention_of(
@@ -100,15 +117,22 @@ def attention_of(
     if update is not None:
         k_value, v_value, once = *update.args, (*once, update)
     transposed = core.transposed and update is None
+    kept = None if update is not None else _update_before(values, core)
+
+    def kept_or_projected(at: Value) -> Value | None:
+        return at if kept is not None and at in kept.results else projected(at)
+
+    # Of the keys, none is seen but those up to the number of queries.
+    length = None if kept is None or not core.causal else kept.results[0].shape[2]
     q = heads_of(values, core.q, projected, shares=shares)
-    k = heads_of(values, k_value, projected, transposed=transposed)
-    u = heads_of(values, v_value, projected)
+    k = heads_of(values, k_value, kept_or_projected, transposed=transposed, length=length)
+    u = heads_of(values, v_value, kept_or_projected, length=length)
     if u.steps or u.scale != 1:
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
-    is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
+    is_cross = kept is None and k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
     if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
         raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
-    if q.tokens != k.tokens and not is_cross:
+    if q.tokens != k.tokens and not is_cross and kept is None:
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
     if update is not None and q.order:
         raise KeptError("turns the last entries of keys that a cache keeps")
@@ -128,6 +152,8 @@ def attention_of(
         None if update is None else update.kwargs["layer"],
         core.sinks,
     )
+    if kept is not None:
+        return _of_latents(core, attention, q, keys, kept, once)
     memory: _Packed = ((), ())
     branches: tuple[tuple[Operation, ...], ...] = ()
     if not is_cross and q.steps and heads.size != heads.value_size:
@@ -145,6 +171,54 @@ def attention_of(
     else:
         (sources, steps), memory = _packed(queries), _packed(keys)
     return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
+
+
+def _of_latents(
+    core: _Core,
+    attention: Attention,
+    q: HeadsFound,
+    keys: list[HeadsFound],
+    update: Node,
+    once: tuple[Node, ...],
+) -> AttentionFound:
+    """Attention to keys and values that are made of what a cache returns.
+
+    Raises:
+        KeptError: they are made of anything else, or something happens to the keys besides.
+    """
+    k, u = keys
+    if not k.inputs | u.inputs <= set(update.results):
+        raise KeptError(computed(core.k, "attends beside its cache to keys that are made by"))
+    if k.tokens not in (q.tokens, (q.tokens[0], update.results[0].shape[2])):
+        raise KeptError(computed(core.k, "attends to some of what its cache returns, by"))
+    if k.steps:
+        raise KeptError(computed(core.k, "normalises or turns what its cache returns, by"))
+    if any(a.shape != (q.tokens[0], 1, q.tokens[1], a.shape[-1]) for a in update.args):
+        raise KeptError("caches other rows than those of its tokens")
+    if update.args[0].meta.dtype != update.args[1].meta.dtype:
+        raise KeptError("caches tensors of two dtypes")
+    heads = attention.heads
+    if q.order:  # as they turn, the others are to have it, too
+        k = replace(k, columns=k.columns[:, list(q.order)])
+    sources, total, orders = _joined([k, u])
+    taken, places = [], torch.full((total,), -1)
+    start = count = 0
+    for source in sources:
+        own = range(source.shape[-1])
+        if source in update.results:  # of which what the projections take is not needed here
+            used = dict.fromkeys(torch.cat(orders).sub(start).tolist())
+            own = [column for column in used if column in own]  # type: ignore[assignment]
+        columns = torch.tensor([*own])
+        places[columns + start] = torch.arange(count, count + len(columns))
+        taken.append(gathered(columns, source.shape[-1]))
+        start, count = start + source.shape[-1], count + len(columns)
+    queries, width, (order,) = _joined([q])
+    alone = Heads(heads.queries, 0, heads.size, heads.size)
+    turns = *gathered(order, width), *_steps(q, q, alone)
+    branches = turns, *(gathered(places[order], count) for order in orders)
+    latents = LatentsFound(update, sources, tuple(taken))
+    once = *once, update
+    return AttentionFound(attention, (), branches, queries, (), (), q.tokens, once, latents)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
@@ -178,6 +252,16 @@ def _update_of(values: Values, core: _Core) -> Node | None:
     if updates and (len(updates) != 2 or updates[0] is not updates[1]):
         raise KeptError("caches its keys and values differently")
     return updates[0] if updates else None
+
+
+def _update_before(values: Values, core: _Core) -> Node | None:
+    """The update of a cache that keys or values are made of."""
+    for node in values.dataflow.nodes:
+        if node.op == "cache.update" and any(
+            values.is_ancestor(r, v) for r in node.results for v in (core.k, core.v)
+        ):
+            return node
+    return None
 
 
 def _core_of(values: Values, v: Value) -> _Core | None:

@@ -14,9 +14,10 @@ from contextlib import suppress
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import AttentionFound, attention_of, gathered
+from .attention import AttentionFound, LatentsFound, attention_of, gathered
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .experts import experts_of
+from .heads import Turn, heads_of
 from .in_place import settle_writes
 from .kept import KeptError
 from .norms import norm_of
@@ -24,6 +25,7 @@ from .operations import (
     Activation,
     Beside,
     Bias,
+    Cached,
     Called,
     ColumnScale,
     CrossAttention,
@@ -31,6 +33,7 @@ from .operations import (
     Embedding,
     ForkedAttention,
     Gated,
+    Heads,
     Linear,
     LoRALinear,
     MergedLinear,
@@ -40,6 +43,7 @@ from .operations import (
     Projection,
     Reading,
     Residual,
+    Rotary,
     Scale,
     Times,
 )
@@ -95,7 +99,9 @@ class _Grammar:
         self.values = values
         self.known: dict[tuple[Value, Value | None, bool], Step | KeptError] = {}
         self.rounded: set[Value] = set()
+        self.cached: set[Value] = set()
         self.rules: tuple[_Rule, ...] = (
+            self.turned,
             self.linear,
             self.embedding,
             self.norm,
@@ -409,10 +415,13 @@ class _Grammar:
         """Attention, after the projections of what it attends to."""
         if found is None:
             return None
+        if found.latents is not None:
+            return self.attended_latents(found, found.latents, base)
         step = self.merged(found.sources, base)
         attend: Operation = found.attention
         if found.branches:
-            attend = ForkedAttention(found.attention, found.branches)
+            queries, *others = found.branches
+            attend = ForkedAttention(found.attention, queries, (), *others)
         once: tuple[Node | Call, ...] = found.once
         if found.memory:
             memory = self.memory(found, base)
@@ -421,6 +430,62 @@ class _Grammar:
             once = once + memory.once
         operations = *found.steps, attend
         return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+
+    def attended_latents(
+        self, found: AttentionFound, latents: LatentsFound, base: Value | None
+    ) -> Step:
+        """Attention to keys and values that are made of what a cache returns."""
+        queries, kept = self.merged(found.sources, base), latents.update.args
+        for given in kept:
+            self.cached.update(self.values.passed(given))
+        ends = queries.source, *kept
+        shared = self.shared([self.chain(end, base) for end in ends], ends)
+        layer, causal = latents.update.kwargs["layer"], found.attention.causal
+        cached = self.branches(kept, shared, lambda both: Cached(both, layer, causal))
+        queries = self.chain(queries.source, shared, is_rounded=True).followed_by(queries)
+        widths = [given.shape[-1] for given in kept]
+        columns = torch.arange(sum(widths)).split(widths)
+        expanded = []
+        for source, taken in zip(latents.sources, latents.taken):
+            result = next(r for r in latents.update.results if self.values.is_ancestor(r, source))
+            own = columns[latents.update.results.index(result)]
+            step = Step(gathered(own, sum(widths)), result)
+            step = step.followed_by(self.chain(source, result, is_rounded=True))
+            expanded.append(step.followed_by(Step(taken, source)))
+        beside = Beside(tuple(step.operations for step in expanded))
+        first, keys, values = found.branches
+        fork = ForkedAttention(
+            found.attention,
+            (*queries.operations, *first),
+            (*cached.operations, beside),
+            keys,
+            values,
+        )
+        whole = self.chain(shared, base).followed_by(cached, queries, *expanded)
+        tokens = whole.tokens | {found.tokens}
+        operations = (*self.chain(shared, base).operations, fork)
+        return whole._replace(
+            operations=operations, path=(), tokens=tokens, once=whole.once + found.once
+        )
+
+    def turned(self, v: Value, base: Value | None) -> Step | None:
+        """Rotary positions of what a cache keeps as one head."""
+        if v not in self.cached or len(v.shape) != 4 or v.shape[1] != 1:
+            return None
+        found = None
+        with suppress(KeptError):  # another rule may explain it
+            found = heads_of(self.values, v, self.called)
+        if found is None or len(found.steps) != 1 or not isinstance(found.steps[0], Turn):
+            return None
+        (turn,), size = found.steps, v.shape[-1]
+        step = self.merged(found.sources, base)
+        order = gathered(found.columns[0], sum(s.shape[-1] for s in found.sources))
+        rotary = Rotary(Heads(1, 0, size, size), *turn[:-1])
+        back = gathered(torch.tensor(turn.order).argsort(), size) if turn.order else ()
+        operations = *order, rotary, *back, *_scaled(found.scale)
+        return step.followed_by(
+            Step(operations, step.source, tokens=frozenset({found.tokens}))
+        )
 
     def memory(self, found: AttentionFound, base: Value | None) -> Step:
         """What makes keys and values of another input.
