@@ -14,12 +14,13 @@ from contextlib import suppress
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import AttentionFound, LatentsFound, attention_of, gathered
+from .attention import AttentionFound, attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .experts import experts_of
 from .heads import Turn, heads_of
 from .in_place import settle_writes
 from .kept import KeptError
+from .latents import LatentsFound
 from .norms import norm_of
 from .operations import (
     Activation,
@@ -47,6 +48,7 @@ from .operations import (
     Scale,
     Times,
 )
+from .packing import gathered
 from .products import product_of
 from .projections import calls_returning, linear_of, vector_of
 from .replay import columns_of, is_layout, undisturbed
@@ -442,31 +444,26 @@ class _Grammar:
         shared = self.shared([self.chain(end, base) for end in ends], ends)
         layer, causal = latents.update.kwargs["layer"], found.attention.causal
         cached = self.branches(kept, shared, lambda both: Cached(both, layer, causal))
+        made = [self.made_of_kept(latents, *each) for each in zip(latents.sources, latents.taken)]
         queries = self.chain(queries.source, shared, is_rounded=True).followed_by(queries)
-        widths = [given.shape[-1] for given in kept]
-        columns = torch.arange(sum(widths)).split(widths)
-        expanded = []
-        for source, taken in zip(latents.sources, latents.taken):
-            result = next(r for r in latents.update.results if self.values.is_ancestor(r, source))
-            own = columns[latents.update.results.index(result)]
-            step = Step(gathered(own, sum(widths)), result)
-            step = step.followed_by(self.chain(source, result, is_rounded=True))
-            expanded.append(step.followed_by(Step(taken, source)))
-        beside = Beside(tuple(step.operations for step in expanded))
-        first, keys, values = found.branches
-        fork = ForkedAttention(
-            found.attention,
-            (*queries.operations, *first),
-            (*cached.operations, beside),
-            keys,
-            values,
-        )
-        whole = self.chain(shared, base).followed_by(cached, queries, *expanded)
-        tokens = whole.tokens | {found.tokens}
-        operations = (*self.chain(shared, base).operations, fork)
-        return whole._replace(
-            operations=operations, path=(), tokens=tokens, once=whole.once + found.once
-        )
+        first, keys, values = latents.branches
+        memory = *cached.operations, Beside(tuple(step.operations for step in made))
+        fork = ForkedAttention(found.attention, (*queries.operations, *first), memory, keys, values)
+        step = self.chain(shared, base)
+        here = Step((), shared, (), frozenset({found.tokens}), found.once)
+        whole = step.followed_by(cached, queries, *made, here)
+        return whole._replace(operations=(*step.operations, fork), path=())
+
+    def made_of_kept(
+        self, latents: LatentsFound, source: Value, taken: tuple[Operation, ...]
+    ) -> Step:
+        """Columns of a projection of one of the two tensors, side by side, that a cache returns."""
+        results = latents.update.results
+        kept = next(result for result in results if self.values.is_ancestor(result, source))
+        widths = [result.shape[-1] for result in results]
+        columns = torch.arange(sum(widths)).split(widths)[results.index(kept)]
+        made = self.chain(source, kept, is_rounded=True)
+        return Step(gathered(columns, sum(widths)), kept).followed_by(made, Step(taken, source))
 
     def turned(self, v: Value, base: Value | None) -> Step | None:
         """Rotary positions of what a cache keeps as one head."""
@@ -475,17 +472,16 @@ class _Grammar:
         found = None
         with suppress(KeptError):  # another rule may explain it
             found = heads_of(self.values, v, self.called)
-        if found is None or len(found.steps) != 1 or not isinstance(found.steps[0], Turn):
+        turn = found.steps[0] if found is not None and len(found.steps) == 1 else None
+        if found is None or not isinstance(turn, Turn):
             return None
-        (turn,), size = found.steps, v.shape[-1]
+        size = v.shape[-1]
         step = self.merged(found.sources, base)
         order = gathered(found.columns[0], sum(s.shape[-1] for s in found.sources))
         rotary = Rotary(Heads(1, 0, size, size), *turn[:-1])
         back = gathered(torch.tensor(turn.order).argsort(), size) if turn.order else ()
         operations = *order, rotary, *back, *_scaled(found.scale)
-        return step.followed_by(
-            Step(operations, step.source, tokens=frozenset({found.tokens}))
-        )
+        return step.followed_by(Step(operations, step.source, tokens=frozenset({found.tokens})))
 
     def memory(self, found: AttentionFound, base: Value | None) -> Step:
         """What makes keys and values of another input.
