@@ -24,6 +24,7 @@ __all__ = [
     "Inputs",
     "Keywords",
     "Prepared",
+    "cached_heads",
     "call_of",
     "check_packed",
     "check_separate",
@@ -244,8 +245,7 @@ def prepare(
     if mask is not None:
         _check_constant(mask)
     if cache is not None:
-        refuse_cache()
-        x, start, keep = _cached(x, cache, differentiable)
+        x, start, keep = cached_heads(x, cache, differentiable)
     if mask is not None:
         mask = _four_dimensional(mask, x)
     constants = Constants(mask, cu_seqlens, sinks, max_seqlen or 0)
@@ -327,7 +327,7 @@ def request_before(settings: AttentionSettings, env: Any) -> Request:
     )
 
 
-def _cached(
+def cached_heads(
     x: Heads, cache: Any, differentiable: bool
 ) -> tuple[Heads, Tensor | None, Callable[[], None]]:
     """The heads with all keys and values, the position of the first query, what stores the call's.
@@ -335,6 +335,7 @@ def _cached(
     The position is None where queries are the last positions. Where gradients are needed, nothing
     may have been kept before: keys and values are those of the call, and take its gradients.
     """
+    refuse_cache()
     k, v, start, keep = extended(cache, x.k.detach(), x.v.detach())
     if not differentiable:
         if start is not None and x.q.shape[2] != x.k.shape[2]:  # the last ones are aligned

@@ -124,6 +124,7 @@ class DotProductAttention(BasicOperation):
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset({"layout", "num_extra_inputs"})
+    stores_last: ClassVar[bool] = True
 
     class Saved(NamedTuple):
         input: Tensor

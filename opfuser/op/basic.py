@@ -60,6 +60,8 @@ class BasicOperation(FusibleOperation):
         backward_reads_parameters: asks the engine to keep the parameters of the forward call in
             ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
         communicates: whether ranks may exchange data in its passes.
+        stores_last: whether all that it does with its keyword ``cache`` is to ask
+            ``attention.cache.extended``; a sequence can then have the cache store after all else.
         takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
         Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
             the contract between every forward (fused or not) and every backward of this operation.
@@ -69,6 +71,7 @@ class BasicOperation(FusibleOperation):
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
     communicates: bool = False
+    stores_last: ClassVar[bool] = False
     takes_part_in_recipes: ClassVar[bool] = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 

@@ -8,27 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .arguments import is_number
 from .dataflow import Node, Value
-from .heads import HeadsFound, Turn, heads_of
+from .heads import HeadsFound, heads_of
 from .kept import KeptError
-from .operations import (
-    Attention,
-    HeadNorm,
-    Heads,
-    Mask,
-    Norm,
-    Operation,
-    Reorder,
-    Rotary,
-)
+from .latents import LatentsFound, latent_heads, latents_of, update_before
+from .operations import Attention, Heads, Mask, Operation
+from .packing import distinct, gathered, packed, shared_steps, side_by_side, sizes_of
 from .products import product_of
 from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 
-__all__ = ["AttentionFound", "attention_of", "gathered"]
+__all__ = ["AttentionFound", "attention_of"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +53,12 @@ class AttentionFound:
         steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
         branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
-            memory.
+            memory or if there are latents.
         memory: the outputs of the projections of another input, which are keys and values.
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
+        latents: what the branches of keys and values take; None if that are the sources.
     """
 
     attention: Attention
@@ -76,6 +69,7 @@ class AttentionFound:
     memory_steps: tuple[Operation, ...]
     tokens: tuple[int, int]
     once: tuple[Node, ...]
+    latents: LatentsFound | None = None
 
 
 def attention_of(
@@ -96,24 +90,25 @@ def attention_of(
     if not torch.equal(origin_of(v, joined).flatten(), in_order):
         raise KeptError(computed(v, "joins heads in an unknown order by"))
     once = _nodes(joined) if core.dropout_p else ()
-    k_value, v_value, update = core.k, core.v, _update_of(values, core)
-    if update is not None:
-        k_value, v_value, once = *update.args, (*once, update)
-    transposed = core.transposed and update is None
     q = heads_of(values, core.q, projected, shares=shares)
-    k = heads_of(values, k_value, projected, transposed=transposed)
-    u = heads_of(values, v_value, projected)
-    if u.steps or u.scale != 1:
-        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
-    is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
-    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
-        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
-    if q.tokens != k.tokens and not is_cross:
-        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    if update is not None and q.order:
-        raise KeptError("turns the last entries of keys that a cache keeps")
-    queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
-    heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
+    update, kept = _update_of(values, core), None
+    if update is None:
+        kept = update_before(values, core.k, core.v)
+    if kept is not None:
+        k, u = latent_heads(values, core, kept, projected, q.tokens)
+    elif update is not None:
+        k, u = (heads_of(values, given, projected) for given in update.args)
+    else:
+        k = heads_of(values, core.k, projected, transposed=core.transposed)
+        u = heads_of(values, core.v, projected)
+    is_cross = kept is None and k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
+    _check_keys(core, q, k, u, is_other=is_cross or kept is not None)
+    if update is not None:
+        once = *once, update
+        if q.order:
+            raise KeptError("turns the last entries of keys that a cache keeps")
+    k, u = (replace(f, columns=distinct(f)) for f in (k, u))
+    heads = sizes_of(q.columns, k.columns, u.columns)
     masks = _masks_of(values, core.masks)
     if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
         # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
@@ -128,23 +123,35 @@ def attention_of(
         None if update is None else update.kwargs["layer"],
         core.sinks,
     )
-    memory: _Packed = ((), ())
+    if kept is not None:
+        latents, once = latents_of(heads, (q, k, u), kept), (*once, kept)
+        found = latents.branches, q.sources, (), ()
+        return AttentionFound(attention, (), *found, q.tokens, once, latents)
+    if not is_cross:
+        return _of_one_input(attention, (q, k, u), once)
+    if core.causal or update is not None or q.steps or k.steps:
+        raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
+    (sources, steps), memory = packed([q]), packed([k, u])
+    return AttentionFound(attention, steps, (), sources, *memory, q.tokens, once)
+
+
+def _of_one_input(
+    attention: Attention, parts: tuple[HeadsFound, ...], once: tuple[Node, ...]
+) -> AttentionFound:
+    """Attention of queries, keys and values whose projections are of one input."""
+    heads, (q, k, _) = attention.heads, parts
     branches: tuple[tuple[Operation, ...], ...] = ()
-    if not is_cross and q.steps and heads.size != heads.value_size:
+    if q.steps and heads.size != heads.value_size:
         # Nothing turns queries and keys beside values of another size.
-        sources, total, orders = _joined([*queries, *keys])
+        sources, total, orders = side_by_side(parts)
         alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
-        turns = [*(_steps(q, k, each) for each in alone), ()]
+        turns = [*(shared_steps(q, k, each) for each in alone), ()]
         branches = tuple((*gathered(o, total), *turn) for o, turn in zip(orders, turns))
         steps: tuple[Operation, ...] = ()
-    elif not is_cross:
-        sources, steps = _packed([*queries, *keys])
-        steps = *steps, *_steps(q, k, heads)
-    elif core.causal or update is not None or q.steps or k.steps:
-        raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
-        (sources, steps), memory = _packed(queries), _packed(keys)
-    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
+        sources, steps = packed(parts)
+        steps = *steps, *shared_steps(q, k, heads)
+    return AttentionFound(attention, steps, branches, sources, (), (), q.tokens, once)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
@@ -178,6 +185,21 @@ def _update_of(values: Values, core: _Core) -> Node | None:
     if updates and (len(updates) != 2 or updates[0] is not updates[1]):
         raise KeptError("caches its keys and values differently")
     return updates[0] if updates else None
+
+
+def _check_keys(
+    core: _Core, q: HeadsFound, k: HeadsFound, u: HeadsFound, *, is_other: bool
+) -> None:
+    """Raises KeptError for values that are changed, or of other tokens than they may be.
+
+    ``is_other`` says that keys need not be those of the queries' tokens.
+    """
+    if u.steps or u.scale != 1:
+        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
+        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
+    if q.tokens != k.tokens and not is_other:
+        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
 
 
 def _core_of(values: Values, v: Value) -> _Core | None:
@@ -308,73 +330,3 @@ def _mask_of(values: Values, v: Value) -> Mask:
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)
-
-
-def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
-    """Of the columns (heads, entries) of queries, keys and values."""
-    heads = Heads(len(q), len(k), q.shape[1], v.shape[1])
-    if len(k) != len(v) or heads.queries % heads.keys or k.shape[1] != heads.size:
-        raise KeptError("has numbers or sizes of heads that do not fit")
-    return heads
-
-
-_Packed = tuple[tuple[Value, ...], tuple[Operation, ...]]
-"""Projections, and what is done to the columns of all of them."""
-
-
-def _joined(parts: list[HeadsFound]) -> tuple[tuple[Value, ...], int, list[Tensor]]:
-    """(all projections, how many columns they have, those that each part consists of)."""
-    sources = tuple(dict.fromkeys(source for part in parts for source in part.sources))
-    widths = [source.shape[-1] for source in sources]
-    places = dict(zip(sources, torch.arange(sum(widths)).split(widths)))
-    orders = [torch.cat([places[s] for s in p.sources])[p.columns].flatten() for p in parts]
-    return sources, sum(widths), orders
-
-
-def _packed(parts: list[HeadsFound]) -> _Packed:
-    """What makes heads of several parts, one behind another."""
-    sources, total, orders = _joined(parts)
-    return sources, gathered(torch.cat(orders), total)
-
-
-def gathered(order: Tensor, total: int) -> tuple[Operation, ...]:
-    """What takes columns of so many, in an order, in the largest blocks that there are."""
-    if torch.equal(order, torch.arange(total)):
-        return ()
-    starts = [0, *((order.diff() != 1).nonzero().flatten() + 1).tolist()]
-    size = math.gcd(total, len(order), *starts, *order[starts].tolist())
-    return (Reorder(tuple((order[::size] // size).tolist()), size, total // size),)
-
-
-def _distinct(found: HeadsFound) -> Tensor:
-    """The columns of key or value heads, of which several queries' heads may read the same."""
-    columns = found.columns
-    share = int((columns == columns[:1]).all(-1).sum())
-    if not torch.equal(columns, columns[::share].repeat_interleave(share, 0)):
-        raise KeptError("repeats its heads in an unknown order")
-    return columns[::share]
-
-
-def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
-    """Norms and rotations of queries and keys, which have to be alike."""
-    out: list[Operation] = []
-    if len(q.steps) != len(k.steps):
-        raise KeptError("normalises or turns queries and keys differently")
-    for ours, theirs in zip(q.steps, k.steps):
-        if isinstance(ours, Turn) and ours == theirs:
-            out.append(Rotary(heads, *ours[:-1]))
-        elif isinstance(ours, Norm) and isinstance(theirs, Norm):
-            out.append(_head_norm(ours, theirs, heads))
-        else:
-            raise KeptError("normalises or turns queries and keys differently")
-    return out
-
-
-def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
-    if not heads.keys:
-        raise KeptError("opfuser has no operation for norms of heads beside values of another size")
-    alike = replace(q, weight=None) == replace(k, weight=None)
-    if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
-        raise KeptError("opfuser has no operation for such norms of queries and keys")
-    how = q.zero_centred_weight, q.weight_is_cast
-    return HeadNorm(heads, q.eps, q.weight, k.weight, *how)

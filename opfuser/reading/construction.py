@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -24,6 +24,7 @@ from .kept import KeptError
 from .layer_cache import LayerCache
 from .plain_modules import (
     Beside,
+    CachedRows,
     Child,
     ColumnScale,
     Multiply,
@@ -104,7 +105,7 @@ class Built:
         input: the number of the input that it is called with.
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
-        cached: attention that extends a cache, and the numbers of its layers there.
+        cached: operations that extend a cache, and the numbers of their layers there.
         memories: what makes the extra inputs of the sequence, in their order.
         ones: norms that have no weight, and the names of those of their own.
     """
@@ -113,7 +114,7 @@ class Built:
         self.input = reading.input
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
-        self.cached: list[tuple[basic.DotProductAttention, int]] = []
+        self.cached: list[tuple[basic.DotProductAttention | CachedRows, int]] = []
         self.memories: list[Memory] = []
         self.ones: list[tuple[nn.Module, str]] = []
         self._weights: list[tuple[nn.Module, str]] = []
@@ -149,8 +150,8 @@ class Built:
         kwargs: dict[Any, dict[str, Any]] = {}
         for op, keyword, value in self.arguments:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
-        for attend, layer in self.cached:
-            kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
+        for op, layer in self.cached:
+            kwargs.setdefault(op, {})["cache"] = LayerCache(cache, layer, op.causal)
         extra = [
             t for m in self.memories for t in m.sequence(inputs[m.input]).split(m.sizes, dim=-1)
         ]
@@ -387,10 +388,10 @@ class Built:
 
     def parallel(
         self,
-        op: read.Parallel | read.Times,
-        join: type[nn.Module] = basic.AddExtraInput,
+        op: read.Parallel | read.Times | read.Cached,
+        join: Callable[[], nn.Module] = basic.AddExtraInput,
     ) -> list[nn.Module]:
-        ops, asides = self._aside(op.branches[:-1])
+        ops, asides = self._aside(map(self._all, op.branches[:-1]))
         joins = []
         for aside in asides:
             joined: Any = join()
@@ -399,7 +400,7 @@ class Built:
         return [Sequential(*ops, *self._all(op.branches[-1]), *joins)]
 
     def _aside(
-        self, branches: Sequence[tuple[read.Operation, ...]]
+        self, branches: Iterable[list[nn.Module]]
     ) -> tuple[list[nn.Module], list[PrivateChannel]]:
         """What sets the results of branches aside, and ends with their input; where these are."""
         ops: list[nn.Module] = []
@@ -411,18 +412,24 @@ class Built:
             make.set_extra_output_channel(0, start, output_to_caller=False)
             swap.set_extra_input_channel(0, start)
             swap.set_extra_output_channel(0, aside, output_to_caller=False)
-            ops += [make, *self._all(branch), swap]
+            ops += [make, *branch, swap]
             asides.append(aside)
         return ops, asides
 
     def forked_attention(self, op: read.ForkedAttention) -> list[nn.Module]:
-        queries, *others = op.branches
-        ops, asides = self._aside(others)
+        inner, keys = self._aside([self._all(op.keys)])
+        memory = [*self._all(op.memory), *inner, *self._all(op.values)]
+        ops, values = self._aside([memory])
         attend: Any
         (attend,) = self.attention(op.attention, "separate")
-        for slot, aside in enumerate(asides):
+        for slot, aside in enumerate(keys + values):
             attend.set_extra_input_channel(slot, aside)
-        return [Sequential(*ops, *self._all(queries), attend)]
+        return [Sequential(*ops, *self._all(op.queries), attend)]
+
+    def kept(self, op: read.Cached) -> list[nn.Module]:
+        made = CachedRows(op.causal)
+        self.cached.append((made, op.layer))
+        return self.parallel(op, lambda: made)
 
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
@@ -430,6 +437,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Attention: Built.attention,
     read.Beside: lambda built, op: [Beside(*(Sequential(*built._all(ops)) for ops in op.branches))],
     read.Bias: lambda built, op: built.aliased(basic.Bias(op.size, device="meta"), bias=op.bias),
+    read.Cached: Built.kept,
     read.Called: Built.called,
     read.ColumnScale: lambda built, op: built.aliased(ColumnScale(), weight=op.weight),
     read.CrossAttention: Built.cross_attention,

@@ -14,16 +14,19 @@ from contextlib import suppress
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import AttentionFound, attention_of, gathered
+from .attention import AttentionFound, attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .experts import experts_of
+from .heads import Turn, heads_of
 from .in_place import settle_writes
 from .kept import KeptError
+from .latents import LatentsFound
 from .norms import norm_of
 from .operations import (
     Activation,
     Beside,
     Bias,
+    Cached,
     Called,
     ColumnScale,
     CrossAttention,
@@ -31,6 +34,7 @@ from .operations import (
     Embedding,
     ForkedAttention,
     Gated,
+    Heads,
     Linear,
     LoRALinear,
     MergedLinear,
@@ -40,9 +44,11 @@ from .operations import (
     Projection,
     Reading,
     Residual,
+    Rotary,
     Scale,
     Times,
 )
+from .packing import gathered
 from .products import product_of
 from .projections import calls_returning, linear_of, vector_of
 from .replay import columns_of, is_layout, undisturbed
@@ -95,7 +101,9 @@ class _Grammar:
         self.values = values
         self.known: dict[tuple[Value, Value | None, bool], Step | KeptError] = {}
         self.rounded: set[Value] = set()
+        self.cached: set[Value] = set()
         self.rules: tuple[_Rule, ...] = (
+            self.turned,
             self.linear,
             self.embedding,
             self.norm,
@@ -409,10 +417,13 @@ class _Grammar:
         """Attention, after the projections of what it attends to."""
         if found is None:
             return None
+        if found.latents is not None:
+            return self.attended_latents(found, found.latents, base)
         step = self.merged(found.sources, base)
         attend: Operation = found.attention
         if found.branches:
-            attend = ForkedAttention(found.attention, found.branches)
+            queries, *others = found.branches
+            attend = ForkedAttention(found.attention, queries, (), *others)
         once: tuple[Node | Call, ...] = found.once
         if found.memory:
             memory = self.memory(found, base)
@@ -421,6 +432,56 @@ class _Grammar:
             once = once + memory.once
         operations = *found.steps, attend
         return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+
+    def attended_latents(
+        self, found: AttentionFound, latents: LatentsFound, base: Value | None
+    ) -> Step:
+        """Attention to keys and values that are made of what a cache returns."""
+        queries, kept = self.merged(found.sources, base), latents.update.args
+        for given in kept:
+            self.cached.update(self.values.passed(given))
+        ends = queries.source, *kept
+        shared = self.shared([self.chain(end, base) for end in ends], ends)
+        layer, causal = latents.update.kwargs["layer"], found.attention.causal
+        cached = self.branches(kept, shared, lambda both: Cached(both, layer, causal))
+        made = [self.made_of_kept(latents, *each) for each in zip(latents.sources, latents.taken)]
+        queries = self.chain(queries.source, shared, is_rounded=True).followed_by(queries)
+        first, keys, values = latents.branches
+        memory = *cached.operations, Beside(tuple(step.operations for step in made))
+        fork = ForkedAttention(found.attention, (*queries.operations, *first), memory, keys, values)
+        step = self.chain(shared, base)
+        here = Step((), shared, (), frozenset({found.tokens}), found.once)
+        whole = step.followed_by(cached, queries, *made, here)
+        return whole._replace(operations=(*step.operations, fork), path=())
+
+    def made_of_kept(
+        self, latents: LatentsFound, source: Value, taken: tuple[Operation, ...]
+    ) -> Step:
+        """Columns of a projection of one of the two tensors, side by side, that a cache returns."""
+        results = latents.update.results
+        kept = next(result for result in results if self.values.is_ancestor(result, source))
+        widths = [result.shape[-1] for result in results]
+        columns = torch.arange(sum(widths)).split(widths)[results.index(kept)]
+        made = self.chain(source, kept, is_rounded=True)
+        return Step(gathered(columns, sum(widths)), kept).followed_by(made, Step(taken, source))
+
+    def turned(self, v: Value, base: Value | None) -> Step | None:
+        """Rotary positions of what a cache keeps as one head."""
+        if v not in self.cached or len(v.shape) != 4 or v.shape[1] != 1:
+            return None
+        found = None
+        with suppress(KeptError):  # another rule may explain it
+            found = heads_of(self.values, v, self.called)
+        turn = found.steps[0] if found is not None and len(found.steps) == 1 else None
+        if found is None or not isinstance(turn, Turn):
+            return None
+        size = v.shape[-1]
+        step = self.merged(found.sources, base)
+        order = gathered(found.columns[0], sum(s.shape[-1] for s in found.sources))
+        rotary = Rotary(Heads(1, 0, size, size), *turn[:-1])
+        back = gathered(torch.tensor(turn.order).argsort(), size) if turn.order else ()
+        operations = *order, rotary, *back, *_scaled(found.scale)
+        return step.followed_by(Step(operations, step.source, tokens=frozenset({found.tokens})))
 
     def memory(self, found: AttentionFound, base: Value | None) -> Step:
         """What makes keys and values of another input.

@@ -75,6 +75,7 @@ def heads_of(
     *,
     transposed: bool = False,
     shares: bool = False,
+    length: int | None = None,
 ) -> HeadsFound:
     """Where heads come from, and what was done to them.
 
@@ -84,6 +85,7 @@ def heads_of(
         projected: the input of a projection, of what it returns; None for others.
         transposed: as products with keys read them.
         shares: whether they are (b, g, h, d), of one token each, h of them beside a head of keys.
+        length: how many tokens the rows may be of, of which they are the first ones.
 
     Raises:
         KeptError: something happened to them besides norms, rotary positions and a factor.
@@ -107,7 +109,7 @@ def heads_of(
         scale *= factor
         steps += [piece.turn] if piece.turn else []
         if found is None:
-            columns = _columns(places, sources)
+            columns = _columns(places, sources, length or tokens[1])
             whole = HeadsFound(sources, inputs, tokens, columns, tuple(steps[::-1]), scale)
             if whole.order and len(steps) > 1:
                 raise KeptError(computed(v, "normalises heads, and turns their last entries by"))
@@ -290,12 +292,12 @@ def _are_rows(places: Tensor, shape: tuple[int, ...]) -> bool:
     return shape == (size,) and rows
 
 
-def _columns(places: Tensor, sources: tuple[Value, ...]) -> Tensor:
+def _columns(places: Tensor, sources: tuple[Value, ...], length: int) -> Tensor:
     batch, _, sequence, _ = places.shape
     width = sum(source.shape[-1] for source in sources)
-    tokens = torch.arange(batch * sequence).view(batch, 1, sequence, 1)
+    tokens = torch.arange(batch * length).view(batch, 1, length, 1)[:, :, :sequence]
     columns = places[:1, :, :1] - tokens[:1, :, :1] * width
-    whole = sum(source.meta.numel() for source in sources) == batch * sequence * width
+    whole = sum(source.meta.numel() for source in sources) == batch * length * width
     if not whole or not torch.equal(places, tokens * width + columns):
         raise KeptError(computed(sources[0], "attends to other rows than those of tokens, made by"))
     return columns[0, :, 0]

@@ -301,11 +301,36 @@ class Attention(Operation):
 
 
 @dataclass(frozen=True)
+class Cached(Operation):
+    """``[f(x), g(x)]`` side by side, of a call and of those before: all that a cache returns.
+
+    Attributes:
+        branches: f and g, which make the keys and the values of a layer as the cache keeps them.
+        layer: its number in the cache.
+        causal: whether those of the call alone are seen where the cache begins with it.
+    """
+
+    branches: tuple[tuple[Operation, ...], ...]
+    layer: int
+    causal: bool
+
+
+@dataclass(frozen=True)
 class ForkedAttention(Operation):
-    """Attention of queries, keys and values that branches, in this order, make of one input."""
+    """Attention of queries, keys and values that are made of one input apart from each other.
+
+    Attributes:
+        attention: of all of them.
+        queries: what makes queries of the input.
+        memory: what makes something of the input for both of the others.
+        keys, values: what makes them of that.
+    """
 
     attention: Attention
-    branches: tuple[tuple[Operation, ...], ...]
+    queries: tuple[Operation, ...]
+    memory: tuple[Operation, ...]
+    keys: tuple[Operation, ...]
+    values: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)

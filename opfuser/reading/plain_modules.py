@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
+from ..attention.call import Heads
+from ..basic._attention_inputs import cached_heads
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
 from .dataflow import tensors_in
 
-__all__ = ["Beside", "Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
+__all__ = [
+    "Beside",
+    "CachedRows",
+    "Child",
+    "ColumnScale",
+    "Multiply",
+    "Reorder",
+    "Routed",
+    "Transpose",
+]
 
 
 class Reorder(nn.Module):
@@ -138,6 +149,55 @@ class Multiply(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return input_ * extra_inputs[0]
+
+
+class CachedRows(BasicOperation):
+    """An extra input and the input, side by side, as a cache returns them with those of before.
+
+    The cache keeps each as one head: the extra input for keys, the input for values. Where
+    gradients are needed, nothing may have been kept before.
+
+    Args:
+        causal: whether rows of the call alone are seen where the cache begins with it.
+    """
+
+    num_extra_inputs: int = 1
+    stores_last: ClassVar[bool] = True
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.input
+
+    def fuser_forward(
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        extra, ctx = given["basic_op_extra_inputs"][0][0], basic_op_ctxs[0]
+        assert extra is not None
+        if ctx.requires_grad:
+            ctx.width = extra.shape[-1]
+        return self._rows(input_, extra, ctx.requires_grad, **given["basic_op_kwargs"][0]), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Contexts,
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
+        width = basic_op_ctxs[0].width
+        return grad_output[..., width:], [()], [(grad_output[..., :width],)]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return self._rows(input_, extra_inputs[0], False, **kwargs)
+
+    def _rows(self, input_: Tensor, extra: Tensor, differentiable: bool, *, cache: Any) -> Tensor:
+        keys, values = extra.unsqueeze(1), input_.unsqueeze(1)
+        heads, _, keep = cached_heads(Heads(keys, keys, values), cache, differentiable)
+        keep()
+        return torch.cat([heads.k, heads.v], -1).squeeze(1)
 
 
 class Transpose(nn.Module):

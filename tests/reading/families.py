@@ -25,7 +25,8 @@ def layer_of(model: nn.Module, **inputs: Any) -> Example:
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     calls: list[Example] = []
     handle = layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(Example(module, args, kwargs)), with_kwargs=True
+        lambda module, args, kwargs: calls.append(Example(module, args, kwargs).again()),
+        with_kwargs=True,
     )
     with torch.no_grad():
         model(**(inputs or inputs_of(model)[0]))

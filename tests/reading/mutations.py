@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,8 @@ class _Mutating(TorchFunctionMode):
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        if sys._getframe(1).f_globals["__name__"] == "transformers.cache_utils":
+            return result  # of which a trace knows the result alone
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, Tensor) or not (first.is_floating_point() and first.dim()):
             return result
@@ -67,6 +70,7 @@ class Mutant(nn.Module):
 
 def count_of(example: Example) -> int:
     """The number of calls behind which a module can be mutated."""
+    example = example.again()
     with torch.no_grad(), _Mutating(-1, MUTATIONS["copy"]) as mode:
         example.module(*example.args, **example.kwargs)
     return mode.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from opfuser.reading.construction import Built, build
 from opfuser.reading.dataflow import map_leaves
 from opfuser.reading.grammar import read
 from opfuser.reading.operations import Called, Operation, Reading
+from opfuser.reading.stand_ins import is_cache
 from opfuser.reading.tracer import trace
 
 
@@ -33,6 +35,22 @@ class Example(NamedTuple):
             return made.setdefault(id(x), torch.randn_like(x).requires_grad_())
 
         return Example(self.module, *map_leaves(leaf, (self.args, self.kwargs)))
+
+    def again(self) -> Example:
+        """The same call with copies of its caches, as they are now."""
+
+        def copied(x: Any) -> Any:
+            if not is_cache(x):
+                return x
+            return copy.deepcopy(x, {id(t): t.detach().clone() for t in kept_in(x)})
+
+        return Example(self.module, *map_leaves(copied, self[1:]))
+
+    def cache(self) -> Any | None:
+        """The cache that it extends, if it has one."""
+        found: list[Any] = []
+        map_leaves(lambda x: found.append(x) if is_cache(x) else None, self[1:])
+        return found[0] if found else None
 
     def inputs(self) -> list[Tensor]:
         """The tensors of the call, each once."""
@@ -73,15 +91,24 @@ def assert_recomputed(example: Example, rtol: float = 1e-10, *, whole: bool = Tr
 
 
 def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> None:
-    """Asserts that a module and what was built of it compute the same values and gradients."""
+    """Asserts that a module and what was built of it compute the same values and gradients.
+
+    Caches hold the same, too, and those of the example are left as they are. Without gradients
+    enabled, there are none.
+    """
     inputs = example.inputs()
+    theirs, cache = example.again(), example.again().cache()
     torch.manual_seed(0)  # for children that are called, and draw numbers
-    want = example.module(*example.args, **example.kwargs)
+    want = example.module(*theirs.args, **theirs.kwargs)
     found = _tensors_in(want)
     (want,) = [t for t in found if all(t is not x for x in inputs)] or found
     torch.manual_seed(0)
-    got = built(inputs)
+    got = built(inputs, cache)
     _assert_close("the output", got, want, rtol)
+    for n, (ours, kept) in enumerate(zip(kept_in(cache), kept_in(theirs.cache()), strict=True)):
+        _assert_close(f"what the cache keeps at {n}", ours, kept, rtol)
+    if not torch.is_grad_enabled():
+        return
     leaves = [*inputs, *example.module.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     weights = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).cos().view(want.shape)
@@ -96,6 +123,15 @@ def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> N
             zero if theirs is None else theirs,
             rtol,
         )
+
+
+def kept_in(cache: Any) -> list[Tensor]:
+    """The keys and values of all layers of a cache, or of None."""
+    names = "self_attention_cache", "cross_attention_cache"
+    parts = [getattr(cache, n) for n in names if hasattr(cache, n)] or [cache]
+    layers = [layer for part in parts for layer in getattr(part, "layers", ())]
+    found = [getattr(layer, n, None) for layer in layers for n in ("keys", "values")]
+    return [t for t in found if isinstance(t, Tensor)]
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

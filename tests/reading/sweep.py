@@ -1,9 +1,10 @@
 """Reads every family of transformers that can be made tiny: recomputation, and mutations.
 
 ``python -m tests.reading.sweep [family ...]`` takes the families that are named, or all. Each
-module that is read whole has to compute the same values and gradients in fp64, in evaluation and in
-training; and with one operation more behind each of its operations, it has to be kept or to be read
-with it. Prints what failed, and counts; exits with 1 if anything did.
+module that is read whole has to compute the same values and gradients in fp64, in evaluation, in
+training and with a cache, which then holds the same; and with one operation more behind each of
+its operations, it has to be kept or to be read with it. Prints what failed, and counts; exits with
+1 if anything did.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .tiny import calls_of, families, model_of
 
 # Norms and softmax of many families are in fp32, whatever the dtype of the model.
 RTOL = 1e-5
+MODES = "evaluation", "training", "with a cache"
 
 
 class Outcome(NamedTuple):
@@ -41,16 +43,19 @@ class Outcome(NamedTuple):
         return self.reading is not None and not called_in(self.reading)
 
 
-def outcomes_of(family: str, *, training: bool = False) -> list[Outcome]:
+def outcomes_of(family: str, mode: str = "evaluation") -> list[Outcome]:
     """What is read of a family's modules, one of each class, the outer ones first.
 
-    In training, dropouts have the probability 1, at which nothing is left to chance.
+    In training, dropouts have the probability 1, at which nothing is left to chance. With a cache,
+    there are the modules alone that are given one, in evaluation.
 
     Raises:
         Exception: of many kinds, if no tiny model can be made or called.
     """
-    model = model_of(family, dropout=1.0 if training else 0.0).train(training)
-    return [_outcome(path, example) for path, example in calls_of(model)]
+    training, cached = mode == "training", mode == "with a cache"
+    model = model_of(family, dropout=float(training), use_cache=cached).train(training)
+    calls = calls_of(model)
+    return [_outcome(*call) for call in calls if not cached or call.example.cache() is not None]
 
 
 def _outcome(path: str, example: Example) -> Outcome:
@@ -61,16 +66,16 @@ def _outcome(path: str, example: Example) -> Outcome:
         return Outcome(path, example, None, None, kept.reason)
 
 
-def swept(family: str, counts: Counter[str], *, training: bool, mutants: bool) -> Iterator[str]:
+def swept(family: str, counts: Counter[str], mode: str, *, mutants: bool) -> Iterator[str]:
     """Reads and mutates the modules of a family, counts, and returns what is wrong."""
     done: list[str] = []
-    for outcome in outcomes_of(family, training=training):
+    for outcome in outcomes_of(family, mode):
         counts["traces"] += 1
         kind = "read whole" if outcome.whole else "read in part" if outcome.reading else "kept"
         counts[kind] += 1
         if outcome.built is None:
             continue
-        place = f"{family}, {outcome.path}, {'training' if training else 'evaluation'}"
+        place = f"{family}, {outcome.path}, {mode}"
         try:
             assert_equal_steps(outcome.example, outcome.built, RTOL)
         except AssertionError as error:
@@ -101,9 +106,9 @@ def main(args: list[str]) -> int:
     mutants = "--no-mutants" not in args
     failures = 0
     for family in [a for a in args if not a.startswith("--")] or families():
-        for training in (False, True):
+        for mode in MODES:
             try:
-                wrong = list(swept(family, counts, training=training, mutants=mutants))
+                wrong = list(swept(family, counts, mode, mutants=mutants))
             except Exception as error:  # noqa: BLE001 - whatever its code or configuration raises
                 text = (str(error).splitlines() or [""])[0]
                 print(f"{family}: no tiny model: {type(error).__name__}: {text[:120]}", flush=True)

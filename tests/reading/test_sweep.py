@@ -12,8 +12,12 @@ from . import sweep
 def test_nothing_is_wrong_or_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "count_of", lambda example: 3)
     counts: Counter[str] = Counter()
-    assert list(sweep.swept("vit", counts, training=True, mutants=True)) == []
+    assert list(sweep.swept("vit", counts, "training", mutants=True)) == []
     assert counts["mutants"] == 3
+    assert list(sweep.swept("vit", counts, "with a cache", mutants=True)) == []
+    assert counts["mutants"] == 3
+    assert list(sweep.swept("opt", counts, "with a cache", mutants=True)) == []
+    assert counts["mutants"] == 6
     assert counts["missed"] == 0
     assert counts["traces"] == counts["read whole"] + counts["read in part"] + counts["kept"]
 

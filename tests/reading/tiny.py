@@ -51,17 +51,31 @@ _SIZES = {
     r"bos_token_id": 1,
     r".*eos_token_id|decoder_start_token_id": 2,
 }
+# Each query has keys of its own, which are turned in part.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
 # Where numbers depend on each other in a way that the names do not tell.
 _OTHERS: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT,
     "bert": {"is_decoder": False},
     "codegen": {"n_ctx": 64, "rotary_dim": 4},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT,
     "distilbert": {"hidden_dim": 48},
     "esm": {"vocab_size": 64},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "glm4_moe_lite": _LATENT,
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "longcat_flash": _LATENT,
+    "minicpm3": _LATENT,
+    "mistral4": _LATENT,
+    "youtu": _LATENT,
     "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4, "moe_layers": []},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "opt": {"ffn_dim": 48},
@@ -96,7 +110,12 @@ def _tiny(kind: Any, dropout: float, others: dict[str, Any]) -> Any:
 
 
 def model_of(
-    family: str, attention: str = "sdpa", *, dropout: float = 0.0, **others: Any
+    family: str,
+    attention: str = "sdpa",
+    *,
+    dropout: float = 0.0,
+    use_cache: bool = False,
+    **others: Any,
 ) -> nn.Module:
     """A tiny model in fp64 with random parameters.
 
@@ -104,12 +123,14 @@ def model_of(
         family: type of its configuration.
         attention: how it is computed, if the family can.
         dropout: the probability of all dropouts.
+        use_cache: whether it makes a cache for each call that has none.
         others: of the configuration.
 
     Raises:
         Exception: of many kinds, if no tiny model of a family can be made.
     """
-    return _made(transformers.AutoModel, config_of(family, dropout, **others), attention)
+    config = config_of(family, dropout, **others)
+    return _made(transformers.AutoModel, config, attention, use_cache=use_cache)
 
 
 def causal_model_of(family: str) -> nn.Module:
@@ -117,8 +138,8 @@ def causal_model_of(family: str) -> nn.Module:
     return _made(transformers.AutoModelForCausalLM, config_of(family, 0.0), "sdpa").train()
 
 
-def _made(kind: Any, config: Any, attention: str) -> nn.Module:
-    config.use_cache = False
+def _made(kind: Any, config: Any, attention: str, *, use_cache: bool = False) -> nn.Module:
+    config.use_cache = use_cache
     config._experts_implementation = "eager"
     torch.manual_seed(0)
     make = kind.from_config
@@ -179,7 +200,7 @@ def _calls_of(model: nn.Module, given: dict[str, Any]) -> Iterator[Found]:
     def note(path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if type(module) not in found:
-                found[type(module)] = Found(path, Example(module, args, dict(kwargs)))
+                found[type(module)] = Found(path, Example(module, args, dict(kwargs)).again())
 
         return hook
 
