@@ -204,7 +204,9 @@ class State(CompiledCalls):
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
         decision.tried = True
-        return y if decision.arrange is None else decision.arrange(y, inputs)
+        if decision.arrange is None:
+            return y
+        return decision.arrange(y if decision.built.outputs > 1 else (y,), inputs)
 
     def _new_kind(self, args: Any, kwargs: Any) -> tuple[_Kind | None, Given]:
         layout = layout_of(args, kwargs)
@@ -278,7 +280,7 @@ def _takes(decision: Decision, sizes: tuple[int, ...], module: nn.Module, cache:
 
 def _fills(decision: Decision, given: Given) -> bool:
     """Whether a call extends a cache."""
-    return decision.built is not None and bool(decision.built.cached) and given[2] is not None
+    return decision.built is not None and decision.built.fills and given[2] is not None
 
 
 def _reason_of_cache(decision: Decision, given: Given) -> str:

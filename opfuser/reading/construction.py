@@ -18,11 +18,13 @@ from ..linear import Linear
 from ..merged_linear import MergedLinear
 from ..quantization.state import keep_state_in
 from ..sequential import Residual, Sequential
+from . import dataflow
 from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
 from .plain_modules import (
+    Around,
     Beside,
     Child,
     ColumnScale,
@@ -106,11 +108,14 @@ class Built:
         arguments: what else its operations are given.
         cached: attention that extends a cache, and the numbers of its layers there.
         memories: what makes the extra inputs of the sequence, in their order.
+        outputs: how many tensors it returns, in a tuple if there are several.
+        fills: whether a call extends a cache.
         ones: norms that have no weight, and the names of those of their own.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:
-        self.input = reading.input
+        self.input, self.outputs = reading.input, reading.outputs
+        self._around, self._tells, self.fills = Around(), False, False
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
@@ -146,6 +151,20 @@ class Built:
             inputs: its tensors, in order of arguments and keywords.
             cache: of keys and values of all layers, if it was called with one.
         """
+        if not self._tells:
+            return self._computed(inputs, cache)
+        around = self._around
+        before = dict(around.__dict__)
+        around.inputs, around.cache, around.returned = inputs, getattr(cache, "cache", cache), {}
+        try:
+            y = self._computed(inputs, cache)
+            others = [around.returned[number] for number in range(1, self.outputs)]
+        finally:
+            around.__dict__.clear()
+            around.__dict__.update(before)
+        return (y, *others) if others else y
+
+    def _computed(self, inputs: Sequence[Any], cache: Any | None) -> Any:
         kwargs: dict[Any, dict[str, Any]] = {}
         for op, keyword, value in self.arguments:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
@@ -241,11 +260,14 @@ class Built:
 
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
+        if op.arguments is not None:
+            self.fills |= bool(dataflow.leaves_in(op.arguments, read.GivenCache))
+        self._tells |= op.arguments is not None or bool(op.returned)
         plain = all(is_plain(p) or is_dtensor(p) for p in child.parameters())
         plain = plain and not is_hooked(child) and not isinstance(child, nn.Linear)
-        if op.item is None and (plain or not self._checks):
+        if op.item is None and op.arguments is None and (plain or not self._checks):
             return [child]
-        return [Child(child, op.out_features, op.item)]
+        return [Child(child, op, self._around)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
         if _has_adapters(op.projections):
@@ -370,6 +392,7 @@ class Built:
             self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))
+            self.fills = True
         return [made]
 
     def cross_attention(self, op: read.CrossAttention) -> list[nn.Module]:

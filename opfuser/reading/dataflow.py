@@ -116,6 +116,12 @@ class Dataflow:
     calls: list[Call] = field(default_factory=list)
     result: Any = None
 
+    @property
+    def outputs(self) -> list[Value]:
+        """The tensors in the result that are no inputs, each once; an input if all are."""
+        found = list(dict.fromkeys(values_in(self.result)))
+        return [v for v in found if v.origin != "input"] or found[:1]
+
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same structure of tuples, lists, dicts and slices, with each leaf mapped."""

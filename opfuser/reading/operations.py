@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,20 @@ class Embedding(Operation):
 
 
 @dataclass(frozen=True)
+class Input:
+    """Stands for an input of a call of the module, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class GivenCache:
+    """Stands for the cache of a call of the module."""
+
+
+@dataclass(frozen=True)
 class Called(Operation):
-    """A child that is called as it is, with one tensor, because it was not explained.
+    """A child that is called as it is, because it was not explained.
 
     Attributes:
         path: of the child.
@@ -70,6 +83,12 @@ class Called(Operation):
         reason: why it was not explained.
         item: the place of the result among the tensors that it returns; None if it
             is alone, and in rows as those of the argument.
+        arguments: positional ones, and pairs of keywords and arguments, in which ``...`` stands for
+            the stream, :class:`Input` for another tensor and :class:`GivenCache` for the cache;
+            None is the stream alone.
+        returned: pairs of the place of another tensor that it returns, and the number of the
+            module's output that it is.
+        count: how many tensors it returns.
     """
 
     path: str
@@ -77,6 +96,9 @@ class Called(Operation):
     out_features: int
     reason: str
     item: int | None = None
+    arguments: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
+    returned: tuple[tuple[int, int], ...] = ()
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -353,7 +375,10 @@ class Reading:
     Attributes:
         input: its number.
         operations: first to last.
+        outputs: how many tensors it returns that are no inputs; the operations name those after the
+            first.
     """
 
     input: int
     operations: tuple[Operation, ...]
+    outputs: int = 1

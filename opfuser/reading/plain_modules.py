@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +16,10 @@ from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, 
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
-from .dataflow import tensors_in
+from .dataflow import map_leaves, tensors_in
+from .operations import Called, GivenCache, Input
 
-__all__ = ["Beside", "Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
+__all__ = ["Around", "Beside", "Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
 
 
 class Reorder(nn.Module):
@@ -174,29 +177,47 @@ class Routed(nn.Module):
         return y.view(x.shape)
 
 
+class Around(threading.local):
+    """The call of a module, around the calls of its children.
+
+    Attributes:
+        inputs: its tensors.
+        cache: that it was given.
+        returned: the outputs, by their numbers, that children have returned so far.
+    """
+
+    inputs: Sequence[Any] = ()
+    cache: Any = None
+    returned: dict[int, Tensor]
+
+
 class Child(nn.Module):
     """A child that is called as it is, and returns rows as its forward has in the trace.
 
+    Rows that are not all that it returns may have lost the shape of the input.
+
     Args:
         child: which.
-        features: the columns of its rows.
-        number: the place of the rows among the tensors that it returns, which may have lost the
-            shape of the input; None if they are all that it returns.
+        called: with what, and what it returns.
+        around: the call of the module that holds it.
 
     Raises:
         NotSupportedError: hooks, or subclasses of tensors, make something else of that.
     """
 
-    def __init__(self, child: nn.Module, features: int, number: int | None = None) -> None:
+    def __init__(self, child: nn.Module, called: Called, around: Around) -> None:
         super().__init__()
-        self.child, self.features, self.number = child, features, number
+        self.child, self.called, self.around = child, called, around
 
     def forward(self, x: Tensor) -> Tensor:
         """What the child returns."""
-        y, shape = self.child(x), (*x.shape[:-1], self.features)
-        if self.number is not None:
-            y = [*tensors_in(y), *[None] * self.number][self.number]
+        y, shape = self.result(x), (*x.shape[:-1], self.called.out_features)
+        if self.called.item is not None:
+            found = tensors_in(y)
+            y = found[self.called.item] if len(found) == self.called.count else None
             y = y.reshape(shape) if y is not None and y.numel() == math.prod(shape) else y
+            for place, number in self.called.returned if y is not None else ():
+                self.around.returned[number] = found[place]
         if type(y) is not Tensor or y.shape != shape:
             got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
             raise NotSupportedError(
@@ -208,6 +229,21 @@ class Child(nn.Module):
                 )
             )
         return y
+
+    def result(self, x: Tensor) -> Any:
+        """What the child returns for a stream and the inputs of the call."""
+        if self.called.arguments is None:
+            return self.child(x)
+
+        def argument(leaf: Any) -> Any:
+            if type(leaf) is Input:
+                return self.around.inputs[leaf.number]
+            if type(leaf) is GivenCache:
+                return self.around.cache
+            return x if leaf is ... else leaf
+
+        args, kwargs = map_leaves(argument, self.called.arguments)
+        return self.child(*args, **dict(kwargs))
 
 
 class Beside(nn.Module):

@@ -116,7 +116,8 @@ class TracingMode(TorchFunctionMode):
             self.recording.has_cache = True
             if not any(leaf is cache for cache in self.caches):
                 self.caches.append(leaf)
-            self.stand_ins.append(CacheStandIn(leaf, self.update, self.keep))
+            is_first = leaf is self.caches[0]
+            self.stand_ins.append(CacheStandIn(leaf, self.update, self.keep, is_first))
             return self.stand_ins[-1]
         if not isinstance(leaf, Tensor):
             return leaf

@@ -1,0 +1,190 @@
+"""Models whose layers return several tensors, and read those of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import opfuser
+from opfuser.applying import report
+
+from ..reading.families import stream
+from ..reading.test_returned import Layer
+from ..reading.tiny import WIDTH, randomised
+from .models import assert_equal_steps, paths
+from .test_compiled import Graphs
+
+Call = Callable[..., Any]
+
+
+class Passing(nn.Module):
+    """A feed-forward network that returns an input of its own in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 48),
+            nn.Linear(48, WIDTH),
+        )
+
+    def forward(self, x: Tensor, *, given: tuple[Tensor, ...]) -> Any:
+        y = x + self.down(torch.relu(self.up(self.norm(x))))
+        return given[1], [y, "input", given[0]], None
+
+
+class Stack(nn.Module):
+    """Layers of which the first makes a bias for all, and whose weights are penalised."""
+
+    def __init__(self, around: Call | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.passing = Passing()
+        self.around = around or (lambda module, *args: module(*args))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        bias, penalty = None, torch.zeros((), dtype=x.dtype)
+        for layer in self.layers:
+            x, bias, (nothing, weights), three = self.around(layer, x, mask, bias)
+            assert (nothing, three) == (None, 3)
+            penalty = penalty + weights.square().mean()
+        same, (x, text, other), nothing = self.passing(x, given=(mask, bias))
+        assert (text, nothing) == ("input", None)
+        return x + same.sum() + other.sum(), penalty
+
+
+def _step(model: nn.Module, call: Call | None = None) -> list[Tensor]:
+    """Outputs and gradients of a step whose loss reads everything that layers return."""
+    torch.manual_seed(0)
+    dtype = next(model.parameters()).dtype
+    x, mask = (stream(*shape).to(dtype).requires_grad_() for shape in ((2, 7, WIDTH), (2, 7, 7)))
+    model.zero_grad()
+    y, penalty = (model if call is None else call)(x, mask)
+    (y.float().square().mean() + 3 * penalty).backward()
+    grads = [x.grad, mask.grad, *(p.grad for p in model.parameters())]
+    return [y.detach(), penalty.detach(), *(g for g in grads if g is not None)]
+
+
+def _pair(**how: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = randomised(Stack(**how))
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    return model, plain
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2", "passing"]
+
+
+def _checkpointed(module: nn.Module, *args: Any) -> Any:
+    return checkpoint(module, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("around", [None, _checkpointed])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_flow_through_all_that_layers_return(around: Call | None, training: bool) -> None:
+    model, plain = _pair(around=around)
+    for _ in range(2):
+        assert_equal_steps(_step(model.train(training)), _step(plain.train(training)))
+    assert paths(report(model)) == LAYERS
+    entry = report(model).computed[0]
+    assert [path for path, _ in entry.called] == ["attention"]
+
+
+def _reentrant(module: nn.Module, x: Tensor, mask: Tensor, bias: Any) -> Any:
+    def first(*args: Any) -> tuple[Tensor, ...]:
+        x, bias, (_, weights), _ = module(*args)
+        return x, bias, weights
+
+    x, bias, weights = checkpoint(first, x, mask, bias, use_reentrant=True)
+    return x, bias, (None, weights), 3
+
+
+def test_layers_in_a_reentrant_checkpoint() -> None:
+    model, plain = _pair(around=_reentrant)
+    for _ in range(2):
+        assert_equal_steps(_step(model), _step(plain))
+    assert paths(report(model)) == LAYERS
+
+
+def test_layers_under_autocast() -> None:
+    model, plain = _pair()
+    exact = _step(plain)
+    for m in (model, plain):
+        m.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = _step(model), _step(plain)
+    for ours, theirs, right in zip(got, want, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        errors = [(y.double() - right).norm() for y in (ours, theirs)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-3 * right.norm()
+    assert paths(report(model)) == LAYERS
+
+
+def test_what_is_not_asked_for_costs_no_graph() -> None:
+    model, plain = _pair()
+    x, mask = stream(2, 7, WIDTH), stream(2, 7, 7)
+    with torch.no_grad():
+        got, want = model(x, mask), plain(x, mask)
+    for ours, theirs in zip(got, want, strict=True):
+        assert not ours.requires_grad
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(lambda m, args, out: (out[0], None, None, out[3]), id="less"),
+        pytest.param(lambda m, args, out: (out[0], 2 * out[1], None, out[3]), id="others"),
+    ],
+)
+def test_what_hooks_of_a_child_return_is_handed_on(hook: Any) -> None:
+    model, plain = _pair()
+    x = stream(2, 7, WIDTH)
+    for m in (model, plain):
+        m.layers[0].attention.register_forward_hook(hook)
+    for _ in range(2):
+        got, want = (m.layers[0](x) for m in (model, plain))
+        for ours, theirs in zip((*got[:2], got[2][1]), (*want[:2], want[2][1]), strict=True):
+            assert (ours is None) == (theirs is None)
+            torch.testing.assert_close(ours, theirs) if ours is not None else None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+def test_under_torch_compile() -> None:
+    torch.compiler.reset()
+    model, plain = _pair()
+    graphs = Graphs()
+    call = torch.compile(model, backend=graphs, fullgraph=True)
+    for _ in range(2):
+        assert_equal_steps(_step(model, call), _step(plain))
+    # Layers call what is kept, so that their parts are computed; what returns inputs is whole.
+    assert graphs.sequences == [2 * 3 + 1]
+    assert "passing" in paths(report(model))
+    torch.compiler.reset()
+
+
+def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = randomised(Passing())
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    graphs = Graphs()
+    call = torch.compile(model, backend=graphs, fullgraph=True)
+    x, other = stream(2, 7, WIDTH), stream(3)
+    for given in ((x, other), (other, x), (other, other)):
+        got, want = call(x, given=given), plain(x, given=given)
+        assert got[0] is given[1]
+        assert got[1][1:] == ["input", given[0]]
+        assert got[1][2] is given[0]
+        torch.testing.assert_close(got[1][0], want[1][0])
+    assert graphs.sequences == [1, 1, 1]
+    torch.compiler.reset()
