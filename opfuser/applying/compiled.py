@@ -330,7 +330,9 @@ def _check(decision: Decision, inputs: Sequence[Tensor]) -> None:
     for alias in built.aliases:
         if type(parameter := alias.source[alias.source_name]) not in (nn.Parameter, Tensor):
             raise KeptError(f"has parameters of type {type(parameter).__name__}")
-    added = [inputs[n] for n in decision.masks if inputs[n].is_floating_point()]
+    if any(strictly for _, strictly in decision.masks):
+        raise KeptError("adds numbers to scores of attention that are not looked at")
+    added = [inputs[n] for n, _ in decision.masks if inputs[n].is_floating_point()]
     if added and torch.is_grad_enabled():
         raise KeptError("adds a mask of numbers, which is not looked at, with gradients enabled")
     if any(mask.is_cuda for mask in added):  # cuDNN's, which is given them unseen

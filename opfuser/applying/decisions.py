@@ -25,7 +25,6 @@ from ..reading.kept import KeptError, NotNowError
 from ..reading.observed import FILLS_A_CACHE
 from ..reading.operations import (
     Activation,
-    Attention,
     Bias,
     Called,
     Dropout,
@@ -43,7 +42,7 @@ from ..reading.siblings import exchanged_reads, sibling_reads
 from ..reading.sizes import Size
 from ..reading.tracer import Trace, device_of, trace
 from .deferred import Head
-from .descriptions import operations_in
+from .descriptions import masks_in, operations_in
 from .memo import Memo
 
 __all__ = ["Application", "Decision", "check_modes"]
@@ -71,7 +70,8 @@ class Decision:
         reads: what the module's forward reads; None without a trace.
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
-        masks: the numbers of the inputs that attention is masked with.
+        masks: the numbers of the inputs that attention is masked with, and are added to its scores;
+            and whether one may hide no key that others leave to a query, in any call.
         arrange: puts outputs, and inputs of the call, where the forward returns them; None if it
             returns one output alone.
         changes: how many changes of the model were noticed before.
@@ -85,7 +85,7 @@ class Decision:
     reads: Reads | None = None
     reading: Reading | None = None
     built: Built | None = None
-    masks: tuple[int, ...] = ()
+    masks: tuple[tuple[int, bool], ...] = ()
     arrange: Arrangement | None = None
     changes: int = 0
     tried: bool = False
@@ -232,7 +232,7 @@ class Application:
         if one.reading is not None and not one.alone:
             made.reading, made.arrange = one.reading, one.arrange
             made.built = build(one.reading, module).leave_scales()
-            made.masks = _masks_of(one.reading)
+            made.masks = masks_in(one.reading)
             self.memo.share(made.built)
             if self.merge_storages:
                 _merge(made.built)
@@ -303,11 +303,6 @@ def _merge(built: Built) -> None:
         if isinstance(op, MergedLinear) and not op.own_forward():
             with torch.inference_mode(False), suppress(ArgumentError):  # of different dtypes
                 op.merge_storages()
-
-
-def _masks_of(reading: Reading) -> tuple[int, ...]:
-    attention = (op for op in operations_in(reading) if isinstance(op, Attention))
-    return tuple(mask.input for op in attention for mask in op.masks)
 
 
 def check_modes(dataflow: Dataflow, reading: Reading) -> None:

@@ -220,6 +220,8 @@ def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
     check_modes(flow, reading)
     if any(isinstance(op, Attention) and op.cache is not None for op in operations_in(reading)):
         raise KeptError("extends a cache of keys and values")
+    if any(isinstance(op, Attention) and op.bias is not None for op in operations_in(reading)):
+        raise KeptError("adds a bias to the scores of attention, which sequences are given apart")
     if any(isinstance(op, CrossAttention) for op in operations_in(reading)):
         raise KeptError("attends to another input, which no operation of a sequence projects")
     if for_all_sizes:

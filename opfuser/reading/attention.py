@@ -14,10 +14,12 @@ from .arguments import is_number
 from .dataflow import Node, Value
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
+from .made import made_of
 from .operations import (
     Attention,
     HeadNorm,
     Heads,
+    Made,
     Mask,
     Norm,
     Operation,
@@ -114,19 +116,17 @@ def attention_of(
         raise KeptError("turns the last entries of keys that a cache keeps")
     queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
     heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
-    masks = _masks_of(values, core.masks)
-    if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
-        # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
-        raise KeptError("hides keys by large numbers of its own, with gradients enabled")
+    masks, bias, causal = _masks_of(values, core)
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
-        core.causal,
+        causal,
         core.dropout_p,
         core.softcap,
         masks,
         None if update is None else update.kwargs["layer"],
         core.sinks,
+        bias,
     )
     memory: _Packed = ((), ())
     branches: tuple[tuple[Operation, ...], ...] = ()
@@ -140,7 +140,7 @@ def attention_of(
     elif not is_cross:
         sources, steps = _packed([*queries, *keys])
         steps = *steps, *_steps(q, k, heads)
-    elif core.causal or update is not None or q.steps or k.steps:
+    elif causal or update is not None or q.steps or k.steps:
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
         (sources, steps), memory = _packed(queries), _packed(keys)
@@ -206,7 +206,7 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     summed: list[Value] = []
     op, args = values.term(scores)
     while op == "add" and isinstance(args[1], Value):
-        scores, mask = args if _is_input(values, args[1]) else args[::-1]
+        scores, mask = args if _is_added(values, args[1]) else args[::-1]
         summed.insert(0, mask)
         op, args = values.term(scores)
     core = _scores_of(values, scores)
@@ -263,39 +263,103 @@ def _scores_of(values: Values, scores: Value) -> _Core:
     raise KeptError(f"{computed(values.peel(scores))}, in the scores of attention")
 
 
-def _is_input(values: Values, v: Value) -> bool:
+def _is_added(values: Values, v: Value) -> bool:
     source = source_of(values, v)
-    return source is not None and source.origin == "input"
+    given = source is not None and source.origin == "input"
+    return given or made_of(values.dataflow, v) is not None
 
 
-def _masks_of(values: Values, summed: tuple[Value, ...]) -> tuple[Mask, ...]:
-    """The masks whose sum is added to scores, or the one bool mask that there is.
+@dataclass
+class _Added:
+    """What is added to scores, and what chooses between that and a number.
+
+    Attributes:
+        masks: that are inputs.
+        made: of sizes and parameters.
+        count: how many tensors there are.
+        causal: whether keys after the query are hidden by a number.
+    """
+
+    masks: list[Mask]
+    made: list[Made]
+    count: int = 0
+    causal: bool = False
+
+
+def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made | None, bool]:
+    """The masks, of numbers that are added or the one that is bool, the bias, and causality.
+
+    A bias is what needs a gradient, or is not given; and, where masks hide keys by numbers, all
+    that is added besides: kernels have no exact gradients of rows all of whose keys are hidden so.
 
     Raises:
-        KeptError: one is not an input, or they are joined in another way.
+        KeptError: something else is added, or it is joined in another way.
     """
-    found = [mask for v in summed for mask in _parts_of(values, v)]
-    dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
-    if len(found) > 1 and any(
-        (dtype == torch.bool) != (mask.lowest is not None) for mask, dtype in zip(found, dtypes)
-    ):
+    added = _Added([], [])
+    for v in core.masks:
+        _add_parts(values, v, added)
+    inputs = values.dataflow.inputs
+    hiding = [m for m in added.masks if m.lowest is not None]
+    numbers = [m for m in added.masks if m.lowest is None]
+    of_numbers = [inputs[m.input].meta.dtype != torch.bool for m in numbers]
+    if (added.count > 1 or core.transposed) and not all(of_numbers):
         raise KeptError("adds masks of attention that are not all numbers")
-    return tuple(found)
+    trained = [m for m in numbers if inputs[m.input].requires_grad]
+    differentiated = core.q.requires_grad or trained
+    if not (added.causal or added.made or trained or (hiding and differentiated)):
+        return tuple(added.masks), None, core.causal
+    biases = numbers if hiding or added.causal else trained
+    if len(biases) + len(added.made) > 1:
+        raise KeptError("adds several biases to the scores of attention")
+    if len(hiding) + added.causal > 1:
+        raise KeptError("hides keys by large numbers several times")
+    bias = added.made[0] if added.made else biases[0].input if biases else None
+    masks = tuple(m for m in added.masks if m not in biases)
+    return masks, bias, core.causal or added.causal
 
 
-def _parts_of(values: Values, v: Value) -> list[Mask]:
-    """The inputs that a mask is the sum of, or that choose between another one and a number."""
+def _add_parts(values: Values, v: Value, added: _Added) -> None:
+    """Notes the parts that a mask is the sum of, or that choose between another and a number."""
     op, args = values.term(v)
     if op == "add" and isinstance(args[1], Value):
-        return [part for a in args for part in _parts_of(values, a)]
+        for part in args:
+            _add_parts(values, part, added)
+        return
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
         lowest = torch.finfo(v.meta.dtype).min
         if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
-            return [
-                *_parts_of(values, args[1]),
-                replace(_mask_of(values, args[0]), lowest=lowest),
-            ]
-    return [_mask_of(values, v)]
+            _add_parts(values, args[1], added)
+            added.count += 1
+            if _is_causal(values, args[0]):
+                added.causal = True
+            else:
+                added.masks.append(replace(_mask_of(values, args[0]), lowest=lowest))
+            return
+    added.count += 1
+    made = made_of(values.dataflow, v) if v.meta.is_floating_point() else None
+    if made is not None and values.term(v).op == "zeros":
+        return
+    if made is None:
+        added.masks.append(_mask_of(values, v))
+    else:
+        added.made.append(made)
+
+
+def _is_causal(values: Values, seen: Value) -> bool:
+    """Whether a mask says that a position is not before another, for as many queries as keys."""
+    op, args = values.term(seen)
+    if op not in ("ge", "__ge__") or len(seen.shape) < 2 or seen.shape[-1] != seen.shape[-2]:
+        return False
+    positions = [source_of(values, v) if isinstance(v, Value) else None for v in args]
+    for v in positions:
+        node = None if v is None else v.node
+        if v is None or node is None or node.op != "arange" or v.shape != seen.shape[-1:]:
+            return False
+        if len(node.args) != 1 or set(node.kwargs) - {"device"}:
+            return False
+    at, other = (origin_of(v, p) for v, p in zip(args, positions) if p is not None)
+    expected = torch.ones(seen.shape[-2:], dtype=torch.bool, device="cpu").tril()
+    return bool((at >= other).expand(seen.shape).eq(expected).all())
 
 
 def _mask_of(values: Values, v: Value) -> Mask:
@@ -303,8 +367,6 @@ def _mask_of(values: Values, v: Value) -> Mask:
     mask = source_of(values, v)
     if mask is None or mask.origin != "input":
         raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
-    if mask.requires_grad:
-        raise KeptError("has a bias of attention that needs a gradient")
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)

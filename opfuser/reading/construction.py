@@ -23,6 +23,7 @@ from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
+from .made import Maker
 from .plain_modules import (
     Around,
     Beside,
@@ -98,6 +99,12 @@ class Memory(NamedTuple):
     sizes: tuple[int, int]
 
 
+class Added(NamedTuple):
+    """A bias of attention: an input by its number, or how it is made."""
+
+    bias: int | read.Made
+
+
 class Built:
     """A sequence that computes what was read.
 
@@ -107,7 +114,7 @@ class Built:
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
         cached: attention that extends a cache, and the numbers of its layers there.
-        memories: what makes the extra inputs of the sequence, in their order.
+        extras: what makes the extra inputs of the sequence, in their order.
         outputs: how many tensors it returns, in a tuple if there are several.
         fills: whether a call extends a cache.
         ones: norms that have no weight, and the names of those of their own.
@@ -119,7 +126,8 @@ class Built:
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
-        self.memories: list[Memory] = []
+        self.extras: list[Memory | Added] = []
+        self._makers: dict[read.Made, Maker] = {}
         self.ones: list[tuple[nn.Module, str]] = []
         self._weights: list[tuple[nn.Module, str]] = []
         self._module: Any = module
@@ -127,6 +135,7 @@ class Built:
         self._numbers = itertools.count()  # of branches, whose channels have names of their own
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
+        self._made = tuple((number, self._made_by(made)) for number, made in reading.made)
         self.follow()
 
     def follow(self) -> None:
@@ -151,28 +160,35 @@ class Built:
             inputs: its tensors, in order of arguments and keywords.
             cache: of keys and values of all layers, if it was called with one.
         """
-        if not self._tells:
-            return self._computed(inputs, cache)
+        made = {how: make(inputs) for how, make in self._makers.items()}
+        if self.outputs == 1 and not self._tells:
+            return self._computed(inputs, cache, made)
         around = self._around
         before = dict(around.__dict__)
-        around.inputs, around.cache, around.returned = inputs, getattr(cache, "cache", cache), {}
+        around.inputs, around.cache = inputs, getattr(cache, "cache", cache)
+        around.returned = {number: made[how] for number, how in self._made}
         try:
-            y = self._computed(inputs, cache)
+            y = self._computed(inputs, cache, made)
             others = [around.returned[number] for number in range(1, self.outputs)]
         finally:
             around.__dict__.clear()
             around.__dict__.update(before)
         return (y, *others) if others else y
 
-    def _computed(self, inputs: Sequence[Any], cache: Any | None) -> Any:
+    def _computed(
+        self, inputs: Sequence[Any], cache: Any | None, made: dict[read.Made, Tensor]
+    ) -> Any:
         kwargs: dict[Any, dict[str, Any]] = {}
         for op, keyword, value in self.arguments:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
         for attend, layer in self.cached:
             kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
-        extra = [
-            t for m in self.memories for t in m.sequence(inputs[m.input]).split(m.sizes, dim=-1)
-        ]
+        extra: list[Tensor] = []
+        for e in self.extras:
+            if isinstance(e, Memory):
+                extra += e.sequence(inputs[e.input]).split(e.sizes, dim=-1)
+            else:
+                extra.append(inputs[e.bias] if isinstance(e.bias, int) else made[e.bias])
         return self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
@@ -198,6 +214,13 @@ class Built:
         """A norm whose weights are those of the module, or ones where it has none."""
         self.ones += [(op, name) for name, path in paths.items() if path is None]
         return self.aliased(op, **{n: path for n, path in paths.items() if path is not None})
+
+    def _made_by(self, made: read.Made) -> read.Made:
+        """The same, of which there is what makes it from now on."""
+        if made not in self._makers:
+            maker = self._makers[made] = Maker(made)
+            self.aliased(maker, **{f"p{n}": path for n, path in enumerate(made.parameters)})
+        return made
 
     def leave_scales(self) -> Built:
         """Has the module keep the scales of operations, beside the weights that they read."""
@@ -382,10 +405,15 @@ class Built:
             softcap=op.softcap,
             layout=layout,
             sinks=op.sinks is not None,
+            core_attention_bias=op.bias is not None,
             v_head_dim=heads.value_size if other_values else None,
             device="meta",
         )
         self.aliased(made, sinks=op.sinks)
+        if op.bias is not None:
+            self.extras.append(Added(op.bias))
+            if isinstance(op.bias, read.Made):
+                self._made_by(op.bias)
         if op.masks:
             if self._of_numbers:  # which have not the dtype that masks are made in
                 raise KeptError("masks attention, and is given numbers of rows of a table")
@@ -398,7 +426,7 @@ class Built:
     def cross_attention(self, op: read.CrossAttention) -> list[nn.Module]:
         heads = op.attention.heads
         sizes = heads.keys * heads.size, heads.keys * heads.value_size
-        self.memories.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
+        self.extras.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
         return self.attention(op.attention, "separate")
 
     def parallel(

@@ -64,6 +64,7 @@ class Node:
         op: the function's name, as ``__torch_function__`` sees it; of a property, the property's.
         function: the function.
         args, kwargs: what it was called with, tensors as values.
+        given: both, in which a size that may differ between calls is a :class:`.sizes.Size`.
         place: path of the module whose forward called it, relative to the module that was read.
         results: the tensors that it returned.
         effect: what it does besides returning them, as a predicate, such as "writes in place by
@@ -85,6 +86,7 @@ class Node:
     place: str
     results: list[Value] = field(default_factory=list)
     effect: str = ""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from .dataflow import Call, Dataflow, Node, Value, values_in
 from .experts import experts_of
 from .in_place import settle_writes
 from .kept import KeptError
+from .made import made_of
 from .norms import norm_of
 from .operations import (
     Activation,
@@ -85,7 +86,9 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
         explained = node in whole.once or node in whole.written
         if node.effect and not explained and not inside:
             raise KeptError(located(node.effect, node))
-    return Reading(dataflow.inputs.index(whole.source), whole.operations, len(outputs))
+    found = ((n, made_of(dataflow, v)) for n, v in enumerate(outputs) if v not in whole.returned)
+    made = tuple((n, how) for n, how in found if n and how is not None)
+    return Reading(dataflow.inputs.index(whole.source), whole.operations, len(outputs), made)
 
 
 def _with_outputs(values: Values, kept: frozenset[Call]) -> Step:
@@ -96,7 +99,9 @@ def _with_outputs(values: Values, kept: frozenset[Call]) -> Step:
     """
     result, *others = values.dataflow.outputs
     step = _Grammar(values, kept).chain(result, None)
-    missing = next((v for v in others if v not in step.returned), None)
+    missing = next(
+        (v for v in others if v not in step.returned and not made_of(values.dataflow, v)), None
+    )
     if missing is None:
         return step
     for call in reversed(values.dataflow.calls):

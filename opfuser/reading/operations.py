@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,55 @@ class Embedding(Operation):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Stands for a tensor by its number: first come parameters, then what functions return."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class SizeOf:
+    """Stands for a size: an expression of sizes ``s``, each a dimension of an input."""
+
+    text: str
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Stands for a number or the like; 1, 1.0 and True are equal, and not the same."""
+
+    kind: type
+    text: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Stands for a slice."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that functions of torch make of parameters and of sizes of inputs.
+
+    Attributes:
+        parameters: their paths.
+        calls: of functions, in order, with arguments and pairs of keywords and arguments, in which
+            :class:`Taken`, :class:`SizeOf`, :class:`Constant` and :class:`Range` stand for others.
+        number: of the tensor among all.
+    """
+
+    parameters: tuple[str, ...]
+    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+    number: int
 
 
 @dataclass(frozen=True)
@@ -282,7 +332,8 @@ class Mask:
         hides: whether True hides a key; else a bool mask is True where a key is seen, and any other
             is added to the scores.
         of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
-        lowest: of a bool mask beside others, the number that stands in their sum where it hides.
+        lowest: of a bool mask, the number that stands in the sum of others where it hides; alone,
+            which it is beside a bias or gradients, it must not hide all keys of a query.
     """
 
     input: int
@@ -305,6 +356,8 @@ class Attention(Operation):
         masks: what hides keys, or is added to the scores.
         cache: the number of the layer in a cache that extends keys and values, or None.
         sinks: the parameter that is a logit per head in the softmax, without a value, or None.
+        bias: what is added to the scores and may need a gradient: an input, by its number, without
+            large negative numbers, or how it is made; or None.
     """
 
     heads: Heads
@@ -315,6 +368,7 @@ class Attention(Operation):
     masks: tuple[Mask, ...] = ()
     cache: int | None = None
     sinks: str | None = None
+    bias: int | Made | None = None
 
 
 @dataclass(frozen=True)
@@ -376,9 +430,11 @@ class Reading:
         input: its number.
         operations: first to last.
         outputs: how many tensors it returns that are no inputs; the operations name those after the
-            first.
+            first, but for those that are
+        made: of sizes and parameters, by their numbers.
     """
 
     input: int
     operations: tuple[Operation, ...]
     outputs: int = 1
+    made: tuple[tuple[int, Made], ...] = ()

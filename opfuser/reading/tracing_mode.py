@@ -202,7 +202,7 @@ class TracingMode(TorchFunctionMode):
             self.note_effect("decides by the numbers of entries", op, Tensor.__bool__, args)
             return False
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
-        node = Node(op, function, args, kwargs, self.place)
+        node = Node(op, function, args, kwargs, self.place, given=(args, kwargs))
         note_sizes(node, self.sizes)
         sized = sizes_in((node.args, node.kwargs))
         node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
