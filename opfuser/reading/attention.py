@@ -23,6 +23,7 @@ from .operations import (
     Operation,
     Reorder,
     Rotary,
+    Weights,
 )
 from .products import product_of
 from .replay import indices_like, origin_of, source_of
@@ -36,8 +37,12 @@ class _Core:
     """Scores, weights and their product with the values.
 
     Attributes:
-        q, k, v: the heads; k as (b, h, d, s) if ``transposed``.
+        q, k, v: the heads; k as (b, h, d, s) if ``transposed``; or with one dimension in place of
+            the first two.
         scale: of the scores, besides factors of q and k.
+        masks: what is added to the scores, each with its factor.
+        weights: the result of softmax; None if it is not seen.
+        folded: how many heads the first dimension holds besides the batch; 0 if it holds none.
     """
 
     q: Value
@@ -48,8 +53,10 @@ class _Core:
     causal: bool = False
     dropout_p: float = 0.0
     softcap: float | None = None
-    masks: tuple[Value, ...] = ()
+    masks: tuple[tuple[Value, float], ...] = ()
     sinks: str | None = None
+    weights: Value | None = None
+    folded: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class AttentionFound:
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
+        returned: weights that the module returns.
     """
 
     attention: Attention
@@ -76,6 +84,7 @@ class AttentionFound:
     memory_steps: tuple[Operation, ...]
     tokens: tuple[int, int]
     once: tuple[Node, ...]
+    returned: frozenset[Value] = frozenset()
 
 
 def attention_of(
@@ -87,11 +96,11 @@ def attention_of(
         KeptError: something about it is not explained.
     """
     joined = source_of(values, v)
-    core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
-    if joined is None or core is None:
+    core = None if joined is None or len(joined.shape) not in (3, 4) else _core_of(values, joined)
+    if joined is None or core is None or (len(joined.shape) == 3 and not core.folded):
         return None
     shares = _is_shared(v, joined, core)
-    places = indices_like(joined).long()
+    places = _unfolded(indices_like(joined).long(), core.folded)
     in_order = places.flatten() if shares else places.transpose(1, 2).flatten()
     if not torch.equal(origin_of(v, joined).flatten(), in_order):
         raise KeptError(computed(v, "joins heads in an unknown order by"))
@@ -100,37 +109,30 @@ def attention_of(
     if update is not None:
         k_value, v_value, once = *update.args, (*once, update)
     transposed = core.transposed and update is None
-    q = heads_of(values, core.q, projected, shares=shares)
-    k = heads_of(values, k_value, projected, transposed=transposed)
-    u = heads_of(values, v_value, projected)
-    if u.steps or u.scale != 1:
-        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    folded = core.folded if update is None else 0
+    q = heads_of(values, core.q, projected, shares=shares, folded=core.folded)
+    k = heads_of(values, k_value, projected, transposed=transposed, folded=folded)
+    u = heads_of(values, v_value, projected, folded=folded)
     is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
-    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
-        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
-    if q.tokens != k.tokens and not is_cross:
-        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    if update is not None and q.order:
-        raise KeptError("turns the last entries of keys that a cache keeps")
+    _check(core, (q, k, u), is_cross, update)
     queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
     heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
-    masks = _masks_of(values, core.masks)
-    if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
-        # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
-        raise KeptError("hides keys by large numbers of its own, with gradients enabled")
+    forks = not is_cross and bool(q.steps) and heads.size != heads.value_size
+    returned = None if is_cross or shares or update or forks else _returned(values, core)
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
         core.causal,
         core.dropout_p,
         core.softcap,
-        masks,
+        _masks_of(values, core),
         None if update is None else update.kwargs["layer"],
         core.sinks,
+        None if returned is None else _output(values, returned),
     )
     memory: _Packed = ((), ())
     branches: tuple[tuple[Operation, ...], ...] = ()
-    if not is_cross and q.steps and heads.size != heads.value_size:
+    if forks:
         # Nothing turns queries and keys beside values of another size.
         sources, total, orders = _joined([*queries, *keys])
         alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
@@ -144,13 +146,50 @@ def attention_of(
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
         (sources, steps), memory = _packed(queries), _packed(keys)
-    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
+    of_output = frozenset() if returned is None else frozenset({returned})
+    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once, of_output)
+
+
+def _check(core: _Core, found: tuple[HeadsFound, ...], is_cross: bool, update: Node | None) -> None:
+    """Refuses queries, keys and values that do not fit.
+
+    Raises:
+        KeptError: says which, and why.
+    """
+    q, k, u = found
+    if u.steps or u.scale != 1:
+        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
+        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
+    if q.tokens != k.tokens and not is_cross:
+        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
+    if update is not None and q.order:
+        raise KeptError("turns the last entries of keys that a cache keeps")
+
+
+def _unfolded(places: Tensor, folded: int) -> Tensor:
+    return places.unflatten(0, (-1, folded)) if folded else places
+
+
+def _output(values: Values, weights: Value) -> Weights:
+    return Weights(values.dataflow.outputs.index(weights), weights.meta.dtype)
+
+
+def _returned(values: Values, core: _Core) -> Value | None:
+    """The output of the module that is the weights; None if none is, or they are made otherwise."""
+    outputs = values.dataflow.outputs[1:]
+    weights = () if core.weights is None or core.sinks else values.passed(core.weights)
+    return next((v for v in outputs if v in weights and len(v.shape) == 4), None)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
-    masked = any(mask.shape[-2:-1] != (1,) for mask in core.masks)
-    alone = joined.shape[2] > 1 and math.prod(v.shape[:-1]) == joined.shape[0]
+    masked = any(mask.shape[-2:-1] != (1,) for mask, _ in core.masks)
+    alone = (
+        len(joined.shape) == 4
+        and joined.shape[2] > 1
+        and math.prod(v.shape[:-1]) == joined.shape[0]
+    )
     return alone and not core.causal and not masked and core.sinks is None
 
 
@@ -185,7 +224,7 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if op == "scaled_dot_product_attention":
         q, k, u, mask, p, causal, scale, _ = args
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        masks = () if mask is None else (mask,)
+        masks = () if mask is None else ((mask, 1.0),)
         return _Core(q, k, u, False, scale, bool(causal), float(p), None, masks)
     if op != "matmul" or not all(isinstance(a, Value) for a in args):
         return None
@@ -203,14 +242,39 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     scores, name = _unshifted(values, args[0]), None
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
-    summed: list[Value] = []
-    op, args = values.term(scores)
-    while op == "add" and isinstance(args[1], Value):
-        scores, mask = args if _is_input(values, args[1]) else args[::-1]
-        summed.insert(0, mask)
+    scores, summed, factor = _without_masks(values, scores)
+    core, whole = _scores_of(values, scores), values.peel(weights)
+    return replace(
+        core,
+        v=u,
+        scale=factor * core.scale,
+        softcap=core.softcap and factor * core.softcap,
+        dropout_p=p,
+        masks=(*((m, factor * f) for m, f in core.masks), *summed),
+        sinks=name,
+        weights=weights,
+        folded=whole.shape[1] if len(u.shape) == 3 < len(whole.shape) else 0,
+    )
+
+
+def _without_masks(values: Values, scores: Value) -> tuple[Value, list[tuple[Value, float]], float]:
+    """(scores, the masks that are added to them, with their factors, the factor of the scores)."""
+    summed: list[tuple[Value, float]] = []
+    factor = 1.0
+    while True:
         op, args = values.term(scores)
-    core = _scores_of(values, scores)
-    return replace(core, v=u, dropout_p=p, masks=tuple(summed), sinks=name)
+        if op == "add" and isinstance(args[1], Value):
+            scores, mask = args if _is_input(values, args[1]) else args[::-1]
+            summed.insert(0, (mask, factor))
+        elif op in ("mul", "div") and is_number(args[1]) and _is_sum(values, args[0]):
+            factor = factor * args[1] if op == "mul" else factor / args[1]
+            scores = args[0]
+        else:
+            return scores, summed, factor
+
+
+def _is_sum(values: Values, v: Any) -> bool:
+    return isinstance(v, Value) and values.term(v).op == "add"
 
 
 def _unshifted(values: Values, scores: Value) -> Value:
@@ -257,6 +321,10 @@ def _scores_of(values: Values, scores: Value) -> _Core:
             scale = cap
     if len(product.values) == 1 and not product.inverse_roots and (cap is None or cap > 0):
         op, args = values.term(product.values[0])
+        if op == "baddbmm" and args[3] == 1 and cap is None:
+            mask, q, k, _, alpha = args
+            alone = (mask, product.factor)
+            return _Core(q, k, k, True, float(alpha) * product.factor, masks=(alone,))
         if op == "matmul" and all(isinstance(a, Value) for a in args):
             scale *= product.factor
             return _Core(args[0], args[1], args[1], True, scale, softcap=cap)
@@ -268,18 +336,25 @@ def _is_input(values: Values, v: Value) -> bool:
     return source is not None and source.origin == "input"
 
 
-def _masks_of(values: Values, summed: tuple[Value, ...]) -> tuple[Mask, ...]:
+def _masks_of(values: Values, core: _Core) -> tuple[Mask, ...]:
     """The masks whose sum is added to scores, or the one bool mask that there is.
 
     Raises:
         KeptError: one is not an input, or they are joined in another way.
     """
-    found = [mask for v in summed for mask in _parts_of(values, v)]
+    found = []
+    for v, factor in core.masks:
+        for mask in _parts_of(values, v):
+            folded = core.folded if len(mask.shape) == 3 else 0
+            found.append(replace(mask, factor=factor, folded=folded))
     dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
     if len(found) > 1 and any(
         (dtype == torch.bool) != (mask.lowest is not None) for mask, dtype in zip(found, dtypes)
     ):
         raise KeptError("adds masks of attention that are not all numbers")
+    if core.q.requires_grad and any(mask.lowest is not None for mask in found):
+        # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
+        raise KeptError("hides keys by large numbers of its own, with gradients enabled")
     return tuple(found)
 
 
@@ -373,7 +448,9 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     if not heads.keys:
         raise KeptError("opfuser has no operation for norms of heads beside values of another size")
-    alike = replace(q, weight=None) == replace(k, weight=None)
-    if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
+    alike = replace(q, weight=None, bias=None) == replace(k, weight=None, bias=None)
+    unweighted = q.zero_centred_weight and (q.centred or None in (q.weight, k.weight))
+    if not alike or unweighted:
         raise KeptError("opfuser has no operation for such norms of queries and keys")
-    return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)
+    weights = q.weight, k.weight, q.zero_centred_weight
+    return HeadNorm(heads, q.eps, *weights, q.centred, q.bias, k.bias)

@@ -457,8 +457,8 @@ class _Grammar:
             number = self.values.dataflow.inputs.index(memory.source)
             attend = CrossAttention(found.attention, number, memory.operations)
             once = once + memory.once
-        operations = *found.steps, attend
-        return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+        whole = Step((*found.steps, attend), step.source, (), frozenset({found.tokens}), once)
+        return step.followed_by(whole._replace(returned=found.returned))
 
     def memory(self, found: AttentionFound, base: Value | None) -> Step:
         """What makes keys and values of another input.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -240,13 +242,19 @@ class Transpose(Operation):
 
 @dataclass(frozen=True)
 class HeadNorm(Operation):
-    """The root-mean-square norm of each query and each key head, with weights or without."""
+    """The norm of each query and each key head, with weights or without.
+
+    It is the root-mean-square norm, or if ``centred``, LayerNorm.
+    """
 
     heads: Heads
     eps: float
     q_weight: str | None
     k_weight: str | None
     zero_centred_weight: bool = False
+    centred: bool = False
+    q_bias: str | None = None
+    k_bias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +291,9 @@ class Mask:
             is added to the scores.
         of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
         lowest: of a bool mask beside others, the number that stands in their sum where it hides.
+        folded: how many heads its first dimension holds besides the batch, or 0: then it broadcasts
+            to (batch * heads, queries, keys).
+        factor: of numbers that are added to the scores.
     """
 
     input: int
@@ -290,6 +301,21 @@ class Mask:
     hides: bool = False
     of_keys: bool = False
     lowest: float | None = None
+    folded: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of attention (batch, heads, queries, keys) as an output of the module.
+
+    Attributes:
+        output: its number.
+        dtype: of these.
+    """
+
+    output: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -305,6 +331,7 @@ class Attention(Operation):
         masks: what hides keys, or is added to the scores.
         cache: the number of the layer in a cache that extends keys and values, or None.
         sinks: the parameter that is a logit per head in the softmax, without a value, or None.
+        weights: where the module returns them, before dropout; None if it does not.
     """
 
     heads: Heads
@@ -315,6 +342,7 @@ class Attention(Operation):
     masks: tuple[Mask, ...] = ()
     cache: int | None = None
     sinks: str | None = None
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True)
