@@ -190,6 +190,53 @@ def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
     torch.compiler.reset()
 
 
+class Switches(nn.Module):
+    """Calls a child that computes something without gradients, perhaps without gradients itself."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.norm, self.linear, self.around = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), around
+        self.child = Detaches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(self.norm(x))
+        with torch.set_grad_enabled(not self.around):
+            y = self.child(h)
+        return torch.relu(self.linear(h + y))
+
+
+class Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.linear(x).cos()
+        return x * scale.sin()
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_children_are_called_in_the_mode_of_the_module_or_it_is_kept(around: bool) -> None:
+    torch.manual_seed(0)
+    plain = randomised(Switches(around))
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    results = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        y = m(stream(2, 7, WIDTH).requires_grad_())
+        results.append([y, *torch.autograd.grad(y.sum(), [*m.parameters()], allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+    kept = {entry.path: entry.reason for entry in report(model).kept}
+    assert ("" in paths(report(model))) == (not around)
+    if around:
+        assert kept[""] == "calls 'child' with gradients or autocast switched"
+
+
 FAMILIES = "bloom codegen gpt_neo gptj mpt persimmon t5".split()
 
 
