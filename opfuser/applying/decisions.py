@@ -309,13 +309,12 @@ def check_modes(dataflow: Dataflow, reading: Reading) -> None:
     """Refuses to call a child by itself that the forward calls in another mode.
 
     Raises:
-        KeptError: modes were switched, and a child is called.
+        KeptError: gradients or autocast were switched around the call.
     """
-    if not any(isinstance(op, Called) for op in operations_in(reading)):
-        return
-    for node in dataflow.nodes:
-        if "switched" in node.effect:
-            raise KeptError(f"{node.effect} in '{node.place}'")
+    called = {op.path for op in operations_in(reading) if isinstance(op, Called)}
+    for call in dataflow.calls:
+        if call.path in called and call.switched:
+            raise KeptError(f"calls '{call.path}' with gradients or autocast switched")
 
 
 def _is_worth_it(reading: Reading) -> bool:

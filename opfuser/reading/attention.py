@@ -25,6 +25,7 @@ from .operations import (
     Operation,
     Reorder,
     Rotary,
+    Weights,
 )
 from .products import product_of
 from .replay import indices_like, origin_of, source_of
@@ -38,8 +39,12 @@ class _Core:
     """Scores, weights and their product with the values.
 
     Attributes:
-        q, k, v: the heads; k as (b, h, d, s) if ``transposed``.
+        q, k, v: the heads; k as (b, h, d, s) if ``transposed``; or with one dimension in place of
+            the first two.
         scale: of the scores, besides factors of q and k.
+        masks: what is added to the scores, each with its factor.
+        weights: the result of softmax; None if it is not seen.
+        folded: how many heads the first dimension holds besides the batch; 0 if it holds none.
     """
 
     q: Value
@@ -50,8 +55,10 @@ class _Core:
     causal: bool = False
     dropout_p: float = 0.0
     softcap: float | None = None
-    masks: tuple[Value, ...] = ()
+    masks: tuple[tuple[Value, float], ...] = ()
     sinks: str | None = None
+    weights: Value | None = None
+    folded: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class AttentionFound:
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
+        returned: weights that the module returns.
     """
 
     attention: Attention
@@ -78,6 +86,7 @@ class AttentionFound:
     memory_steps: tuple[Operation, ...]
     tokens: tuple[int, int]
     once: tuple[Node, ...]
+    returned: frozenset[Value] = frozenset()
 
 
 def attention_of(
@@ -89,11 +98,11 @@ def attention_of(
         KeptError: something about it is not explained.
     """
     joined = source_of(values, v)
-    core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
-    if joined is None or core is None:
+    core = None if joined is None or len(joined.shape) not in (3, 4) else _core_of(values, joined)
+    if joined is None or core is None or (len(joined.shape) == 3 and not core.folded):
         return None
     shares = _is_shared(v, joined, core)
-    places = indices_like(joined).long()
+    places = _unfolded(indices_like(joined).long(), core.folded)
     in_order = places.flatten() if shares else places.transpose(1, 2).flatten()
     if not torch.equal(origin_of(v, joined).flatten(), in_order):
         raise KeptError(computed(v, "joins heads in an unknown order by"))
@@ -102,21 +111,18 @@ def attention_of(
     if update is not None:
         k_value, v_value, once = *update.args, (*once, update)
     transposed = core.transposed and update is None
-    q = heads_of(values, core.q, projected, shares=shares)
-    k = heads_of(values, k_value, projected, transposed=transposed)
-    u = heads_of(values, v_value, projected)
-    if u.steps or u.scale != 1:
-        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    folded = core.folded if update is None else 0
+    q = heads_of(values, core.q, projected, shares=shares, folded=core.folded)
+    k = heads_of(values, k_value, projected, transposed=transposed, folded=folded)
+    u = heads_of(values, v_value, projected, folded=folded)
     is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
-    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
-        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
-    if q.tokens != k.tokens and not is_cross:
-        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    if update is not None and q.order:
-        raise KeptError("turns the last entries of keys that a cache keeps")
+    _check(core, (q, k, u), is_cross, update)
     queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
     heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
     masks, bias, causal = _masks_of(values, core)
+    forks = not is_cross and bool(q.steps) and heads.size != heads.value_size
+    unweighted = is_cross or shares or update or forks or bias is not None
+    returned = None if unweighted else _returned(values, core)
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
@@ -127,10 +133,11 @@ def attention_of(
         None if update is None else update.kwargs["layer"],
         core.sinks,
         bias,
+        None if returned is None else _output(values, returned),
     )
     memory: _Packed = ((), ())
     branches: tuple[tuple[Operation, ...], ...] = ()
-    if not is_cross and q.steps and heads.size != heads.value_size:
+    if forks:
         # Nothing turns queries and keys beside values of another size.
         sources, total, orders = _joined([*queries, *keys])
         alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
@@ -144,13 +151,50 @@ def attention_of(
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
         (sources, steps), memory = _packed(queries), _packed(keys)
-    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
+    of_output = frozenset() if returned is None else frozenset({returned})
+    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once, of_output)
+
+
+def _check(core: _Core, found: tuple[HeadsFound, ...], is_cross: bool, update: Node | None) -> None:
+    """Refuses queries, keys and values that do not fit.
+
+    Raises:
+        KeptError: says which, and why.
+    """
+    q, k, u = found
+    if u.steps or u.scale != 1:
+        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
+        raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
+    if q.tokens != k.tokens and not is_cross:
+        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
+    if update is not None and q.order:
+        raise KeptError("turns the last entries of keys that a cache keeps")
+
+
+def _unfolded(places: Tensor, folded: int) -> Tensor:
+    return places.unflatten(0, (-1, folded)) if folded else places
+
+
+def _output(values: Values, weights: Value) -> Weights:
+    return Weights(values.dataflow.outputs.index(weights), weights.meta.dtype)
+
+
+def _returned(values: Values, core: _Core) -> Value | None:
+    """The output of the module that is the weights; None if none is, or they are made otherwise."""
+    outputs = values.dataflow.outputs[1:]
+    weights = () if core.weights is None or core.sinks else values.passed(core.weights)
+    return next((v for v in outputs if v in weights and len(v.shape) == 4), None)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
-    masked = any(mask.shape[-2:-1] != (1,) for mask in core.masks)
-    alone = joined.shape[2] > 1 and math.prod(v.shape[:-1]) == joined.shape[0]
+    masked = any(mask.shape[-2:-1] != (1,) for mask, _ in core.masks)
+    alone = (
+        len(joined.shape) == 4
+        and joined.shape[2] > 1
+        and math.prod(v.shape[:-1]) == joined.shape[0]
+    )
     return alone and not core.causal and not masked and core.sinks is None
 
 
@@ -185,7 +229,7 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if op == "scaled_dot_product_attention":
         q, k, u, mask, p, causal, scale, _ = args
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        masks = () if mask is None else (mask,)
+        masks = () if mask is None else ((mask, 1.0),)
         return _Core(q, k, u, False, scale, bool(causal), float(p), None, masks)
     if op != "matmul" or not all(isinstance(a, Value) for a in args):
         return None
@@ -203,14 +247,39 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     scores, name = _unshifted(values, args[0]), None
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
-    summed: list[Value] = []
-    op, args = values.term(scores)
-    while op == "add" and isinstance(args[1], Value):
-        scores, mask = args if _is_added(values, args[1]) else args[::-1]
-        summed.insert(0, mask)
+    scores, summed, factor = _without_masks(values, scores)
+    core, whole = _scores_of(values, scores), values.peel(weights)
+    return replace(
+        core,
+        v=u,
+        scale=factor * core.scale,
+        softcap=core.softcap and factor * core.softcap,
+        dropout_p=p,
+        masks=(*((m, factor * f) for m, f in core.masks), *summed),
+        sinks=name,
+        weights=weights,
+        folded=whole.shape[1] if len(u.shape) == 3 < len(whole.shape) else 0,
+    )
+
+
+def _without_masks(values: Values, scores: Value) -> tuple[Value, list[tuple[Value, float]], float]:
+    """(scores, the masks that are added to them, with their factors, the factor of the scores)."""
+    summed: list[tuple[Value, float]] = []
+    factor = 1.0
+    while True:
         op, args = values.term(scores)
-    core = _scores_of(values, scores)
-    return replace(core, v=u, dropout_p=p, masks=tuple(summed), sinks=name)
+        if op == "add" and isinstance(args[1], Value):
+            scores, mask = args if _is_added(values, args[1]) else args[::-1]
+            summed.insert(0, (mask, factor))
+        elif op in ("mul", "div") and is_number(args[1]) and _is_sum(values, args[0]):
+            factor = factor * args[1] if op == "mul" else factor / args[1]
+            scores = args[0]
+        else:
+            return scores, summed, factor
+
+
+def _is_sum(values: Values, v: Any) -> bool:
+    return isinstance(v, Value) and values.term(v).op == "add"
 
 
 def _unshifted(values: Values, scores: Value) -> Value:
@@ -257,6 +326,10 @@ def _scores_of(values: Values, scores: Value) -> _Core:
             scale = cap
     if len(product.values) == 1 and not product.inverse_roots and (cap is None or cap > 0):
         op, args = values.term(product.values[0])
+        if op == "baddbmm" and args[3] == 1 and cap is None:
+            mask, q, k, _, alpha = args
+            alone = (mask, product.factor)
+            return _Core(q, k, k, True, float(alpha) * product.factor, masks=(alone,))
         if op == "matmul" and all(isinstance(a, Value) for a in args):
             scale *= product.factor
             return _Core(args[0], args[1], args[1], True, scale, softcap=cap)
@@ -296,8 +369,8 @@ def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made
         KeptError: something else is added, or it is joined in another way.
     """
     added = _Added([], [])
-    for v in core.masks:
-        _add_parts(values, v, added)
+    for v, factor in core.masks:
+        _add_parts(values, v, factor, core.folded, added)
     inputs = values.dataflow.inputs
     hiding = [m for m in added.masks if m.lowest is not None]
     numbers = [m for m in added.masks if m.lowest is None]
@@ -313,34 +386,41 @@ def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made
         raise KeptError("adds several biases to the scores of attention")
     if len(hiding) + added.causal > 1:
         raise KeptError("hides keys by large numbers several times")
+    if core.folded or any(m.factor != 1 for m in added.masks):
+        raise KeptError("adds a bias to scores that are scaled, or of batch and heads in one")
     bias = added.made[0] if added.made else biases[0].input if biases else None
     masks = tuple(m for m in added.masks if m not in biases)
     return masks, bias, core.causal or added.causal
 
 
-def _add_parts(values: Values, v: Value, added: _Added) -> None:
+def _add_parts(values: Values, v: Value, factor: float, folded: int, added: _Added) -> None:
     """Notes the parts that a mask is the sum of, or that choose between another and a number."""
+
+    def mask_of(part: Value) -> Mask:
+        mask = _mask_of(values, part)
+        return replace(mask, factor=factor, folded=folded if len(mask.shape) == 3 else 0)
+
     op, args = values.term(v)
     if op == "add" and isinstance(args[1], Value):
         for part in args:
-            _add_parts(values, part, added)
+            _add_parts(values, part, factor, folded, added)
         return
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
         lowest = torch.finfo(v.meta.dtype).min
         if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
-            _add_parts(values, args[1], added)
+            _add_parts(values, args[1], factor, folded, added)
             added.count += 1
             if _is_causal(values, args[0]):
                 added.causal = True
             else:
-                added.masks.append(replace(_mask_of(values, args[0]), lowest=lowest))
+                added.masks.append(replace(mask_of(args[0]), lowest=lowest))
             return
     added.count += 1
     made = made_of(values.dataflow, v) if v.meta.is_floating_point() else None
     if made is not None and values.term(v).op == "zeros":
         return
     if made is None:
-        added.masks.append(_mask_of(values, v))
+        added.masks.append(mask_of(v))
     else:
         added.made.append(made)
 
@@ -435,7 +515,9 @@ def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     if not heads.keys:
         raise KeptError("opfuser has no operation for norms of heads beside values of another size")
-    alike = replace(q, weight=None) == replace(k, weight=None)
-    if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
+    alike = replace(q, weight=None, bias=None) == replace(k, weight=None, bias=None)
+    unweighted = q.zero_centred_weight and (q.centred or None in (q.weight, k.weight))
+    if not alike or unweighted:
         raise KeptError("opfuser has no operation for such norms of queries and keys")
-    return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)
+    weights = q.weight, k.weight, q.zero_centred_weight
+    return HeadNorm(heads, q.eps, *weights, q.centred, q.bias, k.bias)

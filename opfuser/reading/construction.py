@@ -29,10 +29,12 @@ from .plain_modules import (
     Beside,
     Child,
     ColumnScale,
+    HeadLayerNorm,
     Multiply,
     Reorder,
     Routed,
     Transpose,
+    weights_of,
 )
 from .reads import is_hooked
 
@@ -123,6 +125,7 @@ class Built:
     def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:
         self.input, self.outputs = reading.input, reading.outputs
         self._around, self._tells, self.fills = Around(), False, False
+        self._weighted: list[tuple[basic.DotProductAttention, read.Attention]] = []
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
@@ -136,6 +139,8 @@ class Built:
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
         self._made = tuple((number, self._made_by(made)) for number, made in reading.made)
+        if self._weighted and self.sequence.num_extra_outputs != len(self._weighted):
+            raise KeptError("returns weights of attention that is computed beside something else")
         self.follow()
 
     def follow(self) -> None:
@@ -189,7 +194,14 @@ class Built:
                 extra += e.sequence(inputs[e.input]).split(e.sizes, dim=-1)
             else:
                 extra.append(inputs[e.bias] if isinstance(e.bias, int) else made[e.bias])
-        return self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
+        y = self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
+        if not self._weighted:
+            return y
+        y, *packed = y
+        for (attend, attention), heads in zip(self._weighted, packed):
+            mask = kwargs.get(attend, {}).get("mask")
+            self._around.returned.update(weights_of(attention, heads, mask))
+        return y
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
         return [module for op in operations for module in self._modules(op)]
@@ -371,6 +383,9 @@ class Built:
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
         heads, zero_centred = op.heads, op.zero_centred_weight
+        if op.centred:
+            weights = {"q_weight": op.q_weight, "k_weight": op.k_weight}
+            return self.aliased(HeadLayerNorm(op), **weights, q_bias=op.q_bias, k_bias=op.k_bias)
         made = basic.QKNorm(
             heads.queries,
             heads.size,
@@ -421,7 +436,11 @@ class Built:
         if op.cache is not None:
             self.cached.append((made, op.cache))
             self.fills = True
-        return [made]
+        if op.weights is None:
+            return [made]
+        self._weighted.append((made, op))
+        self._tells = True
+        return [basic.MakeExtraOutput(), made]
 
     def cross_attention(self, op: read.CrossAttention) -> list[nn.Module]:
         heads = op.attention.heads
@@ -562,6 +581,10 @@ def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> T
     out = None
     for mask in masks:
         given: Tensor = inputs[mask.input]
+        if mask.folded:
+            given = given.unflatten(0, (-1, mask.folded))
+        if mask.factor != 1:
+            given = given * mask.factor
         if mask.hides:
             zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
             given = zeros.masked_fill_(given, -math.inf)

@@ -91,7 +91,10 @@ class Node:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow."""
+    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow.
+
+    ``switched`` says that gradients or autocast were, in or out, between the module's call and it.
+    """
 
     module: nn.Module
     path: str
@@ -100,6 +103,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     result: Any = None
+    switched: bool = False
 
 
 @dataclass(eq=False)

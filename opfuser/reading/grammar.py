@@ -108,8 +108,8 @@ def _with_outputs(values: Values, kept: frozenset[Call]) -> Step:
         if call not in kept and missing in values_in(call.result):
             with suppress(KeptError):
                 return _with_outputs(values, kept | {call})
-    reason = f"returns {1 + len(others)} tensors, the last of"
-    raise KeptError(computed(others[-1], reason))
+    reason = f"returns {1 + len(others)} tensors, one made by"
+    raise KeptError(computed(missing, reason))
 
 
 _Rule = Callable[[Value, "Value | None"], "Step | None"]
@@ -462,8 +462,8 @@ class _Grammar:
             number = self.values.dataflow.inputs.index(memory.source)
             attend = CrossAttention(found.attention, number, memory.operations)
             once = once + memory.once
-        operations = *found.steps, attend
-        return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+        whole = Step((*found.steps, attend), step.source, (), frozenset({found.tokens}), once)
+        return step.followed_by(whole._replace(returned=found.returned))
 
     def memory(self, found: AttentionFound, base: Value | None) -> Step:
         """What makes keys and values of another input.

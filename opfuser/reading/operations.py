@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -290,13 +292,19 @@ class Transpose(Operation):
 
 @dataclass(frozen=True)
 class HeadNorm(Operation):
-    """The root-mean-square norm of each query and each key head, with weights or without."""
+    """The norm of each query and each key head, with weights or without.
+
+    It is the root-mean-square norm, or if ``centred``, LayerNorm.
+    """
 
     heads: Heads
     eps: float
     q_weight: str | None
     k_weight: str | None
     zero_centred_weight: bool = False
+    centred: bool = False
+    q_bias: str | None = None
+    k_bias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -334,6 +342,9 @@ class Mask:
         of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
         lowest: of a bool mask, the number that stands in the sum of others where it hides; alone,
             which it is beside a bias or gradients, it must not hide all keys of a query.
+        folded: how many heads its first dimension holds besides the batch, or 0: then it broadcasts
+            to (batch * heads, queries, keys).
+        factor: of numbers that are added to the scores.
     """
 
     input: int
@@ -341,6 +352,21 @@ class Mask:
     hides: bool = False
     of_keys: bool = False
     lowest: float | None = None
+    folded: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of attention (batch, heads, queries, keys) as an output of the module.
+
+    Attributes:
+        output: its number.
+        dtype: of these.
+    """
+
+    output: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -358,6 +384,7 @@ class Attention(Operation):
         sinks: the parameter that is a logit per head in the softmax, without a value, or None.
         bias: what is added to the scores and may need a gradient: an input, by its number, without
             large negative numbers, or how it is made; or None.
+        weights: where the module returns them, before dropout; None if it does not.
     """
 
     heads: Heads
@@ -369,6 +396,7 @@ class Attention(Operation):
     cache: int | None = None
     sinks: str | None = None
     bias: int | Made | None = None
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True)

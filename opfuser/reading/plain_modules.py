@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
@@ -17,9 +18,20 @@ from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
 from .dataflow import map_leaves, tensors_in
-from .operations import Called, GivenCache, Input
+from .operations import Attention, Called, GivenCache, HeadNorm, Input
 
-__all__ = ["Around", "Beside", "Child", "ColumnScale", "Multiply", "Reorder", "Routed", "Transpose"]
+__all__ = [
+    "Around",
+    "Beside",
+    "Child",
+    "ColumnScale",
+    "HeadLayerNorm",
+    "Multiply",
+    "Reorder",
+    "Routed",
+    "Transpose",
+    "weights_of",
+]
 
 
 class Reorder(nn.Module):
@@ -105,6 +117,35 @@ class ColumnScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, scaled."""
         return x * self.weight.to(x.dtype)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm of every query and every key head of packed queries, keys and values.
+
+    Args:
+        op: whose heads they are.
+    """
+
+    def __init__(self, op: HeadNorm) -> None:
+        super().__init__()
+        self.heads, self.eps = op.heads, op.eps
+        for name in ("q_weight", "q_bias", "k_weight", "k_bias"):
+            self.register_parameter(name, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, its queries and keys normalised."""
+        heads = self.heads
+        counts = heads.queries * heads.size, heads.keys * heads.size
+        q, k, values = x.split((*counts, heads.keys * heads.value_size), -1)
+        normed = []
+        for rows, name in ((q, "q"), (k, "k")):
+            weight, bias = self._parameters[f"{name}_weight"], self._parameters[f"{name}_bias"]
+            each = rows.unflatten(-1, (-1, heads.size))
+            if weight is not None:  # which may be in fp32 beside rows in half precision
+                each = each.to(torch.promote_types(each.dtype, weight.dtype))
+            y = functional.layer_norm(each, (heads.size,), weight, bias, self.eps)
+            normed.append(y.flatten(-2).to(x.dtype))
+        return torch.cat([*normed, values], -1)
 
 
 class Multiply(BasicOperation):
@@ -256,3 +297,33 @@ class Beside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Their results for an input."""
         return torch.cat([branch(x) for branch in self.branches], -1)
+
+
+def weights_of(op: Attention, packed: Tensor, mask: Tensor | None) -> dict[int, Tensor]:
+    """The weights of attention, as the module returns them, by the number of the output.
+
+    Args:
+        op: attention without a cache, to the tokens of its own input.
+        packed: queries, keys and values.
+        mask: of bool, True where a key is seen, or added to the scores.
+    """
+    assert op.weights is not None
+    heads = op.heads
+    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    counts = heads.queries * heads.size, heads.keys * heads.size
+    q, k = (
+        rows.unflatten(-1, (-1, heads.size)).transpose(1, 2)
+        for rows in wide[..., : sum(counts)].split(counts, -1)
+    )
+    with torch.autocast(packed.device.type, enabled=False):
+        scores = op.scale * q @ k.repeat_interleave(heads.queries // heads.keys, 1).mT
+    if op.softcap is not None:
+        scores = op.softcap * torch.tanh(scores / op.softcap)
+    if op.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return {op.weights.output: scores.softmax(-1).to(op.weights.dtype)}

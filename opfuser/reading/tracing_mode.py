@@ -84,6 +84,12 @@ class TracingMode(TorchFunctionMode):
     def place(self) -> str:
         return self.open_calls[-1].path if self.open_calls else ""
 
+    @property
+    def switched(self) -> bool:
+        """Whether the forward has switched gradients or autocast."""
+        grads = torch.is_grad_enabled() != self.grad_enabled
+        return grads or autocasts(self.device) != self.autocast
+
     def call(self, forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
             with self:

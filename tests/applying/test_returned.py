@@ -15,9 +15,9 @@ import opfuser
 from opfuser.applying import report
 
 from ..reading.families import stream
-from ..reading.test_returned import Layer
-from ..reading.tiny import WIDTH, randomised
-from .models import assert_equal_steps, paths
+from ..reading.test_returned import Layer, Weighing
+from ..reading.tiny import WIDTH, model_of, randomised
+from .models import IDS, assert_equal_steps, paths, step
 from .test_compiled import Graphs
 
 Call = Callable[..., Any]
@@ -187,4 +187,142 @@ def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
         assert got[1][2] is given[0]
         torch.testing.assert_close(got[1][0], want[1][0])
     assert graphs.sequences == [1, 1, 1]
+    torch.compiler.reset()
+
+
+class Switches(nn.Module):
+    """Calls a child that computes something without gradients, perhaps without gradients itself."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.norm, self.linear, self.around = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), around
+        self.child = Detaches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(self.norm(x))
+        with torch.set_grad_enabled(not self.around):
+            y = self.child(h)
+        return torch.relu(self.linear(h + y))
+
+
+class Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.linear(x).cos()
+        return x * scale.sin()
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_children_are_called_in_the_mode_of_the_module_or_it_is_kept(around: bool) -> None:
+    torch.manual_seed(0)
+    plain = randomised(Switches(around))
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    results = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        y = m(stream(2, 7, WIDTH).requires_grad_())
+        results.append([y, *torch.autograd.grad(y.sum(), [*m.parameters()], allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+    kept = {entry.path: entry.reason for entry in report(model).kept}
+    assert ("" in paths(report(model))) == (not around)
+    if around:
+        assert kept[""] == "calls 'child' with gradients or autocast switched"
+
+
+FAMILIES = "bloom codegen gpt_neo gptj mpt persimmon t5".split()
+
+
+def _family(name: str) -> tuple[Any, Any, dict[str, Tensor]]:
+    """(a model after apply, one like it, a call of them with padding)."""
+    model, plain = (model_of(name, "eager", use_cache=False) for _ in range(2))
+    opfuser.apply(model)
+    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    others = {"decoder_input_ids": IDS.flip(1)} if name == "t5" else {}
+    return model, plain, {"attention_mask": mask, **others}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_families_whose_layers_return_several_tensors(name: str, training: bool) -> None:
+    model, plain, given = _family(name)
+    for others in (given, given, {**given, "attention_mask": None}):
+        got, want = (step(m.train(training), **others) for m in (model, plain))
+        assert_equal_steps(got, want, 1e-5)
+    layers = [p for p in paths(report(model)) if p.rpartition(".")[2].isdecimal()]
+    assert len(layers) == (4 if name == "t5" else 2)
+
+
+def _assert_equal_attentions(got: Any, want: Any) -> None:
+    names = [name for name in want if "attentions" in name]
+    assert names
+    for name in names:
+        for ours, theirs in zip(got[name], want[name], strict=True):
+            assert ours.shape == theirs.shape
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attentions_that_are_asked_for_are_the_same(name: str) -> None:
+    model, plain, given = _family(name)
+    given = {"input_ids": IDS, **given}
+    for m in (model, plain):  # and after calls without them
+        m(**given)
+    for _ in range(2):
+        got, want = (m(**given, output_attentions=True) for m in (model, plain))
+        _assert_equal_attentions(got, want)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+        (first, *_), (other, *_) = (
+            out["attentions" if "attentions" in out else "encoder_attentions"]
+            for out in (got, want)
+        )
+        assert first.requires_grad == other.requires_grad
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"t5"}))
+@pytest.mark.parametrize("grad", [True, False])
+def test_with_caches(name: str, grad: bool) -> None:
+    model, plain, _ = _family(name)
+    results = []
+    for m in (model.eval(), plain.eval()):
+        m.config.use_cache = True
+        with torch.set_grad_enabled(grad):
+            first = m(input_ids=IDS)
+            second = m(input_ids=IDS[:, :2], past_key_values=first.past_key_values)
+            third = m(input_ids=IDS[:, :1], past_key_values=second.past_key_values)
+        results.append([out[0] for out in (first, second, third)])
+        assert third.past_key_values.get_seq_length() == IDS.shape[1] + 3
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_weights_of_attention_under_torch_compile() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = randomised(Weighing())
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    graphs = Graphs()
+    call = torch.compile(model, backend=graphs, fullgraph=True)
+    results = []
+    for each in (call, plain):
+        torch.manual_seed(1)
+        x = stream(2, 7, WIDTH).requires_grad_()
+        y, weights = each(x)
+        weight = model.qkv.weight if each is call else plain.qkv.weight
+        loss = y.square().mean() + (weights * stream(2, 4, 7, 7)).sum()
+        results.append([y, weights, *torch.autograd.grad(loss, [x, weight])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert graphs.sequences == [1]
     torch.compiler.reset()
