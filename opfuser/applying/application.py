@@ -17,6 +17,7 @@ from ..errors import ArgumentError, ArgumentTypeError, explain
 from ..quantization.recipe_state import Elsewhere
 from ..quantization.region import autocast
 from ..quantization.state import forget_state_of_parameters
+from ..reading.construction import Memory
 from .decisions import Application
 from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall
@@ -161,8 +162,7 @@ def _sequences(model: nn.Module) -> Iterator[nn.Module]:
     for decision in (decision for state in states for decision in state.decisions):
         if decision.built is not None:
             yield decision.built.sequence
-            for memory in decision.built.memories:
-                yield memory.sequence
+            yield from (e.sequence for e in decision.built.extras if isinstance(e, Memory))
 
 
 Elsewhere.operations = _sequences

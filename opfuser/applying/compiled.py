@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,12 @@ from ..quantization.region import open_regions, refuse_to_trace
 from ..reading.construction import Built, build
 from ..reading.dataflow import map_leaves
 from ..reading.kept import KeptError
-from ..reading.operations import Called, Experts, Reading
+from ..reading.operations import Called, Experts, Input, Reading
 from ..reading.reads import is_scalar
 from ..registry import registry
 from ..traced_calls import Functions
 from ..tracing import exporting
-from .decisions import Application, Decision
+from .decisions import Application, Decision, Output
 from .descriptions import operations_in
 from .layouts import given_of
 
@@ -56,6 +56,7 @@ class _Call:
         reading: whether the class's own forward is being traced for its guards.
         decision: for the call.
         reason: why there is none.
+        paths: where the inputs are in its positional arguments and keywords.
     """
 
     state: CompiledCalls
@@ -66,6 +67,7 @@ class _Call:
     reading: bool = False
     decision: Decision | None = None
     reason: str = ""
+    paths: tuple[tuple[Any, ...], ...] = ()
 
     def is_open(self, state: CompiledCalls) -> bool:
         """Whether what is being traced is this call of a module, after no graph break."""
@@ -109,7 +111,7 @@ def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     y = getattr(functions, name)(args, kwargs, parameters)
     if not state.computes():
         return plain
-    return _arranged(arrangement, y)
+    return _arranged(arrangement, y, (args, kwargs))
 
 
 def _is_simple(tree: Any) -> bool:
@@ -121,20 +123,37 @@ def _is_simple(tree: Any) -> bool:
     return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype))
 
 
-def _arranged(arrangement: Any, y: Any) -> Any:
-    if arrangement is ...:
-        return y
+def _arranged(arrangement: Any, y: Any, given: Any) -> Any:
     if not isinstance(arrangement, tuple):
         return arrangement
-    parts = [_arranged(part, y) for part in arrangement[1:]]
-    return parts if arrangement[0] else tuple(parts)
+    kind, *parts = arrangement
+    if kind == "output":
+        return y if parts[0] is None else y[parts[0]]
+    if kind == "input":
+        for part in parts:
+            given = given[part]
+        return given
+    parts = [_arranged(part, y, given) for part in parts]
+    return parts if kind == "list" else tuple(parts)
 
 
-def _arrangement_of(tree: Any) -> Any:
-    """The structure of a result as tuples, of which the first entry says whether it is a list."""
+def _arrangement_of(tree: Any, outputs: int, paths: Sequence[tuple[Any, ...]]) -> Any:
+    """The structure of a result as tuples, of which the first entry says what it is."""
     if isinstance(tree, (tuple, list)):
-        return (isinstance(tree, list), *map(_arrangement_of, tree))
-    return tree
+        parts = (_arrangement_of(part, outputs, paths) for part in tree)
+        return (type(tree).__name__, *parts)
+    if type(tree) is Output:
+        return "output", None if outputs == 1 else tree.number
+    return ("input", *paths[tree.number]) if type(tree) is Input else tree
+
+
+def _paths_in(tree: Any, *path: Any) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
+    """The tensors in a structure of arguments, and where they are."""
+    if isinstance(tree, Tensor):
+        yield tree, path
+    elif isinstance(tree, (tuple, list, dict)):
+        for place, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _paths_in(part, *path, place)
 
 
 class CompiledCalls:
@@ -220,10 +239,10 @@ class CompiledCalls:
             (tuple(names[id(a.source)].split(".")) if names[id(a.source)] else (), a.source_name)
             for a in decision.built.aliases
         )
-        arrangement: Any = ...
+        arrangement: Any = ("output", None)
         if decision.arrange is not None:
-            mark: Any = ...
-            arrangement = _arrangement_of(decision.arrange(mark, ()))
+            outputs = decision.built.outputs
+            arrangement = _arrangement_of(decision.arrange.places, outputs, call.paths)
         return _name_of(decision.reading, decision.built, module), places, arrangement
 
     @internals.constant_result
@@ -278,12 +297,18 @@ def _decide(args: Any, kwargs: Any) -> None:
         return
     try:
         with internals.without_modes(), internals.compiling(False):
-            args, kwargs = map_leaves(_like, args), map_leaves(_like, kwargs)
+            made: dict[int, Any] = {}  # so that what is given twice is one input
+            args, kwargs = map_leaves(
+                lambda leaf: made.setdefault(id(leaf), _like(leaf)), (args, kwargs)
+            )
             decision = call.state.decide(module, args, kwargs)
             if decision.built is None:
                 decision.calls += 1
             else:
-                _check(decision, given_of(args, kwargs)[0])
+                inputs = given_of(args, kwargs)[0]
+                _check(decision, inputs)
+                found = [*_paths_in((args, kwargs))]
+                call.paths = tuple(next(path for t, path in found if t is x) for x in inputs)
                 call.decision = decision
     except KeptError as kept:
         call.reason = kept.reason
@@ -302,16 +327,12 @@ def _check(decision: Decision, inputs: Sequence[Tensor]) -> None:
         if isinstance(op, (Called, Experts)):
             path = op.path if isinstance(op, Called) else op.router.path
             raise KeptError(f"calls '{path}' as it is")
-    returned: list[Any] = []
-    if decision.arrange is not None:
-        mark: Any = ...
-        map_leaves(returned.append, decision.arrange(mark, inputs))
-    if any(isinstance(leaf, Tensor) for leaf in returned):
-        raise KeptError("returns inputs besides what it computes")
     for alias in built.aliases:
         if type(parameter := alias.source[alias.source_name]) not in (nn.Parameter, Tensor):
             raise KeptError(f"has parameters of type {type(parameter).__name__}")
-    added = [inputs[n] for n in decision.masks if inputs[n].is_floating_point()]
+    if any(strictly for _, strictly in decision.masks):
+        raise KeptError("adds numbers to scores of attention that are not looked at")
+    added = [inputs[n] for n, _ in decision.masks if inputs[n].is_floating_point()]
     if added and torch.is_grad_enabled():
         raise KeptError("adds a mask of numbers, which is not looked at, with gradients enabled")
     if any(mask.is_cuda for mask in added):  # cuDNN's, which is given them unseen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +25,10 @@ from ..reading.kept import KeptError, NotNowError
 from ..reading.observed import FILLS_A_CACHE
 from ..reading.operations import (
     Activation,
-    Attention,
     Bias,
     Called,
     Dropout,
+    Input,
     Linear,
     Parallel,
     Reading,
@@ -42,7 +42,7 @@ from ..reading.siblings import exchanged_reads, sibling_reads
 from ..reading.sizes import Size
 from ..reading.tracer import Trace, device_of, trace
 from .deferred import Head
-from .descriptions import operations_in
+from .descriptions import masks_in, operations_in
 from .memo import Memo
 
 __all__ = ["Application", "Decision", "check_modes"]
@@ -70,9 +70,10 @@ class Decision:
         reads: what the module's forward reads; None without a trace.
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
-        masks: the numbers of the inputs that attention is masked with.
-        arrange: puts the output, and inputs of the call, where the forward returns them; None if it
-            returns nothing else.
+        masks: the numbers of the inputs that attention is masked with, and are added to its scores;
+            and whether one may hide no key that others leave to a query, in any call.
+        arrange: puts outputs, and inputs of the call, where the forward returns them; None if it
+            returns one output alone.
         changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
         calls: how many there were.
@@ -84,8 +85,8 @@ class Decision:
     reads: Reads | None = None
     reading: Reading | None = None
     built: Built | None = None
-    masks: tuple[int, ...] = ()
-    arrange: Callable[[Tensor, Sequence[Tensor]], Any] | None = None
+    masks: tuple[tuple[int, bool], ...] = ()
+    arrange: Arrangement | None = None
     changes: int = 0
     tried: bool = False
     calls: int = 0
@@ -139,7 +140,7 @@ class _Read:
     trace: Trace
     reading: Reading | None = None
     reason: str = ""
-    arrange: Callable[[Tensor, Sequence[Tensor]], Any] | None = None
+    arrange: Arrangement | None = None
     alone: bool = False
 
 
@@ -231,7 +232,7 @@ class Application:
         if one.reading is not None and not one.alone:
             made.reading, made.arrange = one.reading, one.arrange
             made.built = build(one.reading, module).leave_scales()
-            made.masks = _masks_of(one.reading)
+            made.masks = masks_in(one.reading)
             self.memo.share(made.built)
             if self.merge_storages:
                 _merge(made.built)
@@ -304,22 +305,16 @@ def _merge(built: Built) -> None:
                 op.merge_storages()
 
 
-def _masks_of(reading: Reading) -> tuple[int, ...]:
-    attention = (op for op in operations_in(reading) if isinstance(op, Attention))
-    return tuple(mask.input for op in attention for mask in op.masks)
-
-
 def check_modes(dataflow: Dataflow, reading: Reading) -> None:
     """Refuses to call a child by itself that the forward calls in another mode.
 
     Raises:
-        KeptError: modes were switched, and a child is called.
+        KeptError: gradients or autocast were switched around the call.
     """
-    if not any(isinstance(op, Called) for op in operations_in(reading)):
-        return
-    for node in dataflow.nodes:
-        if "switched" in node.effect:
-            raise KeptError(f"{node.effect} in '{node.place}'")
+    called = {op.path for op in operations_in(reading) if isinstance(op, Called)}
+    for call in dataflow.calls:
+        if call.path in called and call.switched:
+            raise KeptError(f"calls '{call.path}' with gradients or autocast switched")
 
 
 def _is_worth_it(reading: Reading) -> bool:
@@ -339,8 +334,34 @@ def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
         raise KeptError(f"holds {count - 1} modules, which are read by themselves")
 
 
-def _arrangement(dataflow: Dataflow) -> Callable[[Tensor, Sequence[Tensor]], Any] | None:
-    """What puts the output, and inputs, where a forward returns them; None if it is alone.
+@dataclass(frozen=True)
+class Output:
+    """Stands for a tensor that a call has computed, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Puts outputs, and inputs of the call, where a forward returns them.
+
+    Attributes:
+        places: what the forward returns, with an Output or an Input in place of each tensor.
+    """
+
+    places: Any
+
+    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        def placed(leaf: Any) -> Any:
+            if type(leaf) is Output:
+                return outputs[leaf.number]
+            return inputs[leaf.number] if type(leaf) is Input else leaf
+
+        return map_leaves(placed, self.places)
+
+
+def _arrangement(dataflow: Dataflow) -> Arrangement | None:
+    """What puts outputs and inputs where a forward returns them; None if one output is alone.
 
     Raises:
         KeptError: the result is of a type that cannot be told from its trace.
@@ -359,27 +380,11 @@ def _arrangement(dataflow: Dataflow) -> Callable[[Tensor, Sequence[Tensor]], Any
     check(result)
 
     # Without the values, which hold the whole dataflow.
-    numbers = {value: _Input(number) for number, value in enumerate(dataflow.inputs)}
-    places = map_leaves(
-        lambda leaf: numbers.get(leaf, ...) if isinstance(leaf, Value) else leaf, result
+    places: dict[Any, Any] = {v: Output(number) for number, v in enumerate(dataflow.outputs)}
+    places.update((v, Input(number)) for number, v in enumerate(dataflow.inputs))
+    return Arrangement(
+        map_leaves(lambda leaf: places[leaf] if isinstance(leaf, Value) else leaf, result)
     )
-
-    def arrange(y: Tensor, inputs: Sequence[Tensor]) -> Any:
-        def placed(leaf: Any) -> Any:
-            if type(leaf) is _Input:
-                return inputs[leaf.number]
-            return y if leaf is ... else leaf
-
-        return map_leaves(placed, places)
-
-    return arrange
-
-
-@dataclass(frozen=True)
-class _Input:
-    """Stands for an input of a call."""
-
-    number: int
 
 
 def _renumber(built: Built, traced: Reads, reads: Reads) -> None:

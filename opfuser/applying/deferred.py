@@ -70,6 +70,8 @@ class Head:
         body = None
         if before:
             body = build(Reading(reading.input, tuple(before)), module).leave_scales()
+            if body.fills:  # what is deferred may be computed twice, or never
+                return None
         return cls(reading, linear, body)
 
     def follow(self) -> None:

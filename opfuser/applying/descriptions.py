@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ..reading.operations import (
+    Attention,
     Beside,
     Called,
     LoRALinear,
@@ -20,7 +21,7 @@ from ..reading.operations import (
 
 _JOINTS: dict[type, str] = {Parallel: " + ", Times: " * ", Beside: " beside "}
 
-__all__ = ["children_called", "described", "operations_in"]
+__all__ = ["children_called", "described", "masks_in", "operations_in"]
 
 
 def described(reading: Reading) -> str:
@@ -58,3 +59,18 @@ def operations_in(tree: Any) -> Iterator[Operation]:
             yield tree
         for part in fields(tree):
             yield from operations_in(getattr(tree, part.name))
+
+
+def masks_in(reading: Reading) -> tuple[tuple[int, bool], ...]:
+    """The numbers of inputs that are masks or biases of attention, and which are read strictly.
+
+    Those are biases, and masks that stand for a number and are not added as it.
+    """
+    found: dict[tuple[int, bool], None] = {}
+    for op in operations_in(reading):
+        if isinstance(op, Attention):
+            alone = len(op.masks) == 1
+            found.update(((m.input, alone and m.lowest is not None), None) for m in op.masks)
+            if isinstance(op.bias, int):
+                found[op.bias, True] = None
+    return tuple(found)

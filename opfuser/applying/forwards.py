@@ -41,6 +41,9 @@ _LOAD = "_load_from_state_dict"
 # What a module does that was read so often without end is left alone.
 _DECISIONS_AT_MOST = 200
 _KINDS_AT_MOST = 16
+_HIDES_QUERIES = (
+    "adds a mask that hides all keys of a query by large numbers, with gradients enabled"
+)
 _OF_SCALES = QuantizedWeightError, RecomputationError
 _SIZES_AT_MOST = 1024
 
@@ -168,7 +171,7 @@ class State(CompiledCalls):
         else:
             if given[2] is not None:
                 reason = _reason_of_cache(decision, given)
-            if decision.masks and not reason and torch.is_grad_enabled():
+            if decision.masks and not reason:
                 reason = _reason_of_masks(decision, given)
         if reason:
             self.passed[reason] += 1
@@ -204,7 +207,9 @@ class State(CompiledCalls):
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
         decision.tried = True
-        return y if decision.arrange is None else decision.arrange(y, inputs)
+        if decision.arrange is None:
+            return y
+        return decision.arrange(y if decision.built.outputs > 1 else (y,), inputs)
 
     def _new_kind(self, args: Any, kwargs: Any) -> tuple[_Kind | None, Given]:
         layout = layout_of(args, kwargs)
@@ -278,7 +283,7 @@ def _takes(decision: Decision, sizes: tuple[int, ...], module: nn.Module, cache:
 
 def _fills(decision: Decision, given: Given) -> bool:
     """Whether a call extends a cache."""
-    return decision.built is not None and bool(decision.built.cached) and given[2] is not None
+    return decision.built is not None and decision.built.fills and given[2] is not None
 
 
 def _reason_of_cache(decision: Decision, given: Given) -> str:
@@ -295,8 +300,14 @@ def _reason_of_cache(decision: Decision, given: Given) -> str:
 
 def _reason_of_masks(decision: Decision, given: Given) -> str:
     """Why a call is not computed because of its masks; empty if it is."""
-    if decision.built is not None and any(hides_queries(given[0][n]) for n in decision.masks):
-        return "adds a mask that hides all keys of a query by large numbers, with gradients enabled"
+    if decision.built is None:
+        return ""
+    differentiated = torch.is_grad_enabled()
+    for number, strictly in decision.masks:
+        if (strictly or differentiated) and hides_queries(given[0][number], strictly):
+            if not strictly:
+                return _HIDES_QUERIES
+            return "may hide all keys of a query by large numbers that it adds to scores"
     return ""
 
 

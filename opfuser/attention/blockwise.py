@@ -11,7 +11,7 @@ from ..kernels.philox import philox
 from ..kernels.pointwise_plain import rescale, threshold
 from ..kernels.scalar import wide_dtype
 from ..kernels.tracing import hint, pieces
-from .call import Call, Heads, Kernel, Request, Result
+from .call import Call, Grads, Heads, Kernel, Request, Result
 
 __all__ = ["BLOCKWISE", "draw_seed", "hidden_keys", "survivors"]
 
@@ -146,6 +146,8 @@ def _block(x: Heads, call: Call, rows: slice, seed: Tensor | None) -> _Block:
         at = _positions(x, call, rows)[:, None]
         distance = (at - torch.arange(keys.start, keys.stop, device=q.device)).abs()
         scores = scores - call.slopes.to(scores.dtype)[:, None, None] * distance
+    if call.bias is not None:
+        scores = scores + _part(call.bias, rows, keys).to(scores.dtype)
     hidden = hidden_keys(x, call, rows, keys)
     if call.mask is not None:
         mask = _part(call.mask, rows, keys)
@@ -197,13 +199,14 @@ def _forward(x: Heads, call: Call) -> Result:
     return Result(torch.cat(outputs, 2), seed=seed)
 
 
-def _backward(
-    dy: Tensor, x: Heads, r: Result, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Grads:
     dtype, kv_heads = wide_dtype(dy.dtype), x.k.shape[1]
     dq = torch.empty_like(x.q)
     dk, dv = (torch.zeros_like(t, dtype=dtype) for t in x[1:])
     dsinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=dtype)
+    dbias = None
+    if call.bias is not None and call.bias_grad:
+        dbias = torch.zeros_like(call.bias, dtype=dtype)
     for rows in _blocks(x, call):
         keys, p, of_sinks, tanh, kept = _block(x, call, rows, r.seed)
         dy_rows = _shared(dy[:, :, rows], kv_heads)
@@ -215,13 +218,17 @@ def _backward(
         delta = (p * dp).sum(-1, keepdim=True)
         if of_sinks is not None and dsinks is not None:
             dsinks -= (of_sinks * delta).sum((0, 2, 3))
-        ds = p * (dp - delta) * call.scale
+        ds = p * (dp - delta)
+        if dbias is not None:
+            part = _part(dbias, rows, keys)
+            part += ds.sum_to_size(part.shape)
+        ds = ds * call.scale
         if tanh is not None:
             ds = ds * (1 - tanh * tanh)
         ds = _shared(ds.to(dy.dtype), kv_heads)
         dq[:, :, rows] = (ds @ x.k[:, :, keys]).view(dq[:, :, rows].shape)
         dk[:, :, keys] += ds.transpose(2, 3) @ _shared(x.q[:, :, rows], kv_heads)
-    return dq, dk.to(dy.dtype), dv.to(dy.dtype), dsinks
+    return Grads(dq, dk.to(dy.dtype), dv.to(dy.dtype), dsinks, dbias)
 
 
 def _refusal(request: Request) -> str | None:

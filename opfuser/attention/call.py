@@ -13,12 +13,14 @@ from ..tracing import stands_in
 
 __all__ = [
     "Call",
+    "Grads",
     "Heads",
     "Kernel",
     "Request",
     "Result",
     "additive",
     "enabled_kernels",
+    "mask_of",
     "request_of",
 ]
 
@@ -34,9 +36,9 @@ class Heads(NamedTuple):
 class Call(NamedTuple):
     """What attention computes besides products.
 
-    A score is ``scale * q k``, soft-capped, plus the ALiBi bias, plus an additive mask; a key that
-    causality, window, mask or sequence hide has weight 0. Query i stands at position
-    ``i + T - S``, or ``i + start``.
+    A score is ``scale * q k``, soft-capped, plus the ALiBi bias, plus the bias of the call, plus an
+    additive mask; a key that causality, window, mask or sequence hide has weight 0. Query i stands
+    at position ``i + T - S``, or ``i + start``.
 
     Attributes:
         causal, scale, window, softcap, dropout_p: as the operation defines them.
@@ -46,6 +48,8 @@ class Call(NamedTuple):
         max_seqlen: length of the longest one.
         start: 0-d integer tensor, the position of the first query. What it hides is in the mask.
         sinks: (H,), logits that take part in the softmax without a value.
+        bias: floating point, of four dimensions that broadcast to (B, H, S, T).
+        bias_grad: whether backward returns the gradient of the bias.
     """
 
     causal: bool
@@ -59,6 +63,8 @@ class Call(NamedTuple):
     max_seqlen: int = 0
     start: Tensor | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
+    bias_grad: bool = False
 
 
 class Result(NamedTuple):
@@ -76,14 +82,30 @@ class Result(NamedTuple):
     offset: Tensor | None = None
 
 
+class Grads(NamedTuple):
+    """What backward of a kernel returns that computes more than the gradients of heads.
+
+    Attributes:
+        q, k, v: of the heads.
+        sinks: of the sinks, if the kernel has them.
+        bias: of the bias if it was asked for, in its shape or in another that was broadcast to.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+
 class Kernel(NamedTuple):
     """An existing kernel for attention.
 
     Attributes:
         refusal: why it does not take a request, or None if it does.
         forward: the :class:`Result` for heads and call.
-        backward: (dq, dk, dv) for the gradient of the output, heads, result and call; behind them
-            that of the sinks if ``has_sinks``, or what nobody reads.
+        backward: (dq, dk, dv) for the gradient of the output, heads, result and call, and perhaps
+            what nobody reads; :class:`Grads` from those that take sinks or gradients of a bias.
         grouped: whether it takes fewer key heads than query heads.
         reads_output: whether its backward reads the output.
         has_sinks: whether it computes sinks itself; :mod:`.sinks` adds them to others.
@@ -112,6 +134,8 @@ class Request(NamedTuple):
         differentiable: whether backward will run.
         window, softcap, mask, alibi, varlen, dropout, sinks: whether the call has them.
         additive: whether the mask holds numbers.
+        bias: whether there is a bias; then there is an additive mask, which it is part of.
+        bias_grad: whether backward returns its gradient.
         traced: whether the tensors stand for others, as while torch.compile traces.
         enabled: what ``torch.backends.cuda`` allows: flash, efficient, cuDNN.
     """
@@ -135,6 +159,8 @@ class Request(NamedTuple):
     varlen: bool = False
     dropout: float = 0.0
     sinks: bool = False
+    bias: bool = False
+    bias_grad: bool = False
     empty: bool = False
     traced: bool = False
     enabled: tuple[bool, bool, bool] = (True, True, True)
@@ -180,6 +206,7 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
     q, k, v = x
     batch, heads, queries, head_dim = q.shape
     lengths = _lengths(queries, k.shape[2])
+    biased = call.bias is not None
     return Request(
         q.device,
         q.dtype,
@@ -193,16 +220,26 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         differentiable,
         call.window is not None,
         call.softcap is not None,
-        call.mask is not None,
-        call.mask is not None and call.mask.dtype != torch.bool,
+        biased or call.mask is not None,
+        biased or (call.mask is not None and call.mask.dtype != torch.bool),
         call.slopes is not None,
         call.cu_seqlens is not None,
         call.dropout_p,
         call.sinks is not None,
+        biased,
+        call.bias_grad,
         batch == 0 or 0 in lengths,
         stands_in(q),
         enabled_kernels(q.device),
     )
+
+
+def mask_of(call: Call) -> Tensor | None:
+    """The mask and the bias of a call as one mask."""
+    mask, bias = call.mask, call.bias
+    if mask is None or bias is None:
+        return mask if bias is None else bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def additive(mask: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tensor:

@@ -93,7 +93,8 @@ def refuse(request: Request, sinks: Tensor | None, forced: str | None) -> None:
     modes = {
         "a window": request.window,
         "soft-capping": request.softcap,
-        "a mask": request.mask,
+        "a bias": request.bias,
+        "a mask": request.mask and not request.bias,
         "ALiBi": request.alibi,
         "cu_seqlens": request.varlen,
         "dropout": request.dropout > 0,

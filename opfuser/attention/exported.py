@@ -17,7 +17,7 @@ from .. import torch_internals as internals
 from ..kernels.scalar import cast, wide_dtype
 from ..recording import refuse_watching
 from .blockwise import BLOCKWISE, hidden_keys
-from .call import Call, Heads, Kernel, Request, Result
+from .call import Call, Heads, Kernel, Request, Result, mask_of
 from .choice import expanded, like
 from .reference import plain_attention
 
@@ -28,7 +28,8 @@ _SOME = 64  # queries and keys; which kernels take them does not depend on the n
 
 def _is_causal(x: Heads, call: Call) -> bool:
     """Whether causality, counted from the first key, is all that hides keys."""
-    if any(t is not None for t in (call.window, call.mask, call.cu_seqlens, call.start)):
+    others = call.window, call.mask, call.bias, call.cu_seqlens, call.start
+    if any(t is not None for t in others):
         return False
     return bool(call.causal and x.q.shape[2] == x.k.shape[2])  # not a symbol
 
@@ -36,7 +37,7 @@ def _is_causal(x: Heads, call: Call) -> bool:
 def _mask(x: Heads, call: Call) -> Tensor | None:
     """All that hides keys or is added to scores."""
     hidden = hidden_keys(x, call, slice(0, x.q.shape[2]), slice(0, x.k.shape[2]))
-    mask = call.mask
+    mask = mask_of(call)
     if hidden is None:
         return mask if mask is None or mask.dtype == torch.bool else cast(mask, x.q.dtype)
     if mask is None or mask.dtype == torch.bool:

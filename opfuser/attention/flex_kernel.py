@@ -52,6 +52,7 @@ def _refusal(r: Request) -> str | None:
         # In fp32, torch gives its backward blocks of 16 x 16, and no tensor cores.
         (r.dtype not in HALF, f"it is taken for fp16 and bf16, not for {r.dtype}"),
         (r.dropout > 0, "it has no dropout"),
+        (r.bias, "it is given no bias"),
         (min(r.head_dim, r.v_head_dim) < 16, "heads have less than 16 entries"),
         (max(r.head_dim, r.v_head_dim) > _LARGEST, f"heads have more than {_LARGEST} entries"),
     )

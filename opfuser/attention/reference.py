@@ -24,6 +24,8 @@ def plain_attention(x: Heads, call: Call) -> Tensor:
         at = at + (keys.stop - rows.stop if call.start is None else call.start)
         slopes = call.slopes.to(scores.dtype)[:, None, None]
         scores = scores - slopes * (at[:, None] - other).abs()
+    if call.bias is not None:
+        scores = scores + call.bias.to(scores.dtype)
     hidden = hidden_keys(x, call, rows, keys)
     if call.mask is not None and call.mask.dtype != torch.bool:
         scores = scores + call.mask.to(scores.dtype)

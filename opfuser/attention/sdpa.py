@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .call import Call, Heads, Kernel, Request, Result, additive
+from .blockwise import hidden_keys
+from .call import Call, Grads, Heads, Kernel, Request, Result, additive, mask_of
 
 __all__ = [
     "CPU",
@@ -35,15 +36,17 @@ _FROM_FIRST_KEY = 1
 
 def _cpu_forward(x: Heads, call: Call) -> Result:
     forward = _aten._scaled_dot_product_flash_attention_for_cpu
-    if call.mask is None:
+    mask = mask_of(call)
+    if mask is None:
         return Result(*forward(*x, 0.0, call.causal, scale=call.scale))
-    bias = additive(call.mask, x.q.dtype)
+    bias = additive(mask, x.q.dtype)
     return Result(*forward(*x, 0.0, call.causal, attn_mask=bias, scale=call.scale))
 
 
 def _cpu_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    bias = None if call.mask is None else additive(call.mask, x.q.dtype)
+    mask = mask_of(call)
+    bias = None if mask is None else additive(mask, x.q.dtype)
     given = dy, *x, r.output, r.logsumexp, 0.0, call.causal
     return backward(*given, attn_mask=bias, scale=call.scale)
 
@@ -102,9 +105,10 @@ def _flash_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
 
 def _bias(x: Heads, call: Call) -> Tensor | None:
     """The mask as the efficient kernel takes it: of full shape, with rows that begin aligned."""
-    if call.mask is None:
+    mask = mask_of(call)
+    if mask is None:
         return None
-    bias = additive(call.mask, x.q.dtype)
+    bias = additive(mask, x.q.dtype)
     keys = x.k.shape[2]
     bias = bias.expand(*bias.shape[:3], keys)
     bias = F.pad(bias, (0, -keys % _ALIGNMENT)).contiguous()[..., :keys]
@@ -129,7 +133,26 @@ def _ends(call: Call) -> tuple[Any, Any, Any, Any]:
     return call.cu_seqlens, call.cu_seqlens, longest, longest
 
 
+def _only_masked(x: Heads, call: Call) -> Call:
+    """The call with all that hides keys in its mask, if the gradient of a bias is asked for.
+
+    The kernel does not write that gradient for blocks of keys which causality or a window skips.
+    """
+    if not call.bias_grad:
+        return call
+    hidden = hidden_keys(x, call, slice(0, x.q.shape[2]), slice(0, x.k.shape[2]))
+    if hidden is None:
+        return call
+    mask = call.mask
+    if mask is None:
+        mask = ~hidden[None, None]
+    else:
+        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
+    return call._replace(causal=False, window=None, mask=mask)
+
+
 def _efficient_forward(x: Heads, call: Call) -> Result:
+    call = _only_masked(x, call)
     bias, p, scale = _bias(x, call), call.dropout_p, call.scale
     if _by_efficient_sdpa(x, call):
         forward = _aten._scaled_dot_product_efficient_attention
@@ -142,11 +165,13 @@ def _efficient_forward(x: Heads, call: Call) -> Result:
 
 
 def _efficient_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
+    call = _only_masked(x, call)
     bias, p, scale = _bias(x, call), call.dropout_p, call.scale
     if _by_efficient_sdpa(x, call):
-        wanted = [True, True, True, False]  # the bias is constant
+        wanted = [True, True, True, call.bias_grad]
         backward = _aten._scaled_dot_product_efficient_attention_backward
-        return backward(dy, *x, bias, *r, p, wanted, call.causal, scale=scale)
+        dq, dk, dv, dbias = backward(dy, *x, bias, *r, p, wanted, call.causal, scale=scale)
+        return Grads(dq, dk, dv, bias=dbias)
     *starts, queries, keys = _ends(call)
     lengths = (x.q.shape[2], x.k.shape[2]) if queries is None else (queries, keys)
     dy, *rows, y = turned(dy, *x, r.output)
@@ -207,6 +232,7 @@ def _cpu_refusal(r: Request) -> str | None:
         (r.alibi, "it has no ALiBi bias"),
         (r.window, "it has no window"),
         (r.varlen, "it has no cu_seqlens"),
+        (r.bias_grad, "it computes no gradient of a bias"),
         (r.dropout > 0, "it has no dropout"),
         (not r.aligned, "it counts causality from the first key"),
         (r.head_dim != r.v_head_dim, "it has one size for heads of keys and of values"),

@@ -19,8 +19,8 @@ from ..tracing import columns, exporting, functional
 from ._numbers import real_number
 
 __all__ = [
+    "Additions",
     "AttentionSettings",
-    "Constants",
     "Inputs",
     "Keywords",
     "Prepared",
@@ -59,6 +59,7 @@ class AttentionSettings(NamedTuple):
     softcap: float | None
     has_sinks: bool
     alibi: bool
+    has_bias: bool
     kernel: str | None
     is_plain: bool
 
@@ -86,13 +87,15 @@ class Prepared(NamedTuple):
     keep: Callable[[], None] | None
 
 
-class Constants(NamedTuple):
-    """What a call is given besides queries, keys and values."""
+class Additions(NamedTuple):
+    """What a call is given besides queries, keys and values, as :class:`Call` has it."""
 
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     sinks: Tensor | None = None
     max_seqlen: int = 0
+    bias: Tensor | None = None
+    bias_grad: bool = False
 
 
 def settings_of(op: Any, kernels: Sequence[str]) -> AttentionSettings:
@@ -127,7 +130,7 @@ def settings_of(op: Any, kernels: Sequence[str]) -> AttentionSettings:
         )
     p = p if op.training else 0.0
     modes = op.v_head_dim, op.window, p or None, op.softcap, op._has_sinks or None
-    others = op.alibi or None, op.kernel
+    others = op.alibi or None, op.core_attention_bias or None, op.kernel
     is_plain = op.layout == "packed" and all(mode is None for mode in (*modes, *others))
     return AttentionSettings(
         num_heads,
@@ -140,6 +143,7 @@ def settings_of(op: Any, kernels: Sequence[str]) -> AttentionSettings:
         op.softcap,
         op._has_sinks,
         op.alibi,
+        bool(op.core_attention_bias),
         op.kernel,
         is_plain,
     )
@@ -220,11 +224,11 @@ def prepare(
     x: Heads,
     settings: AttentionSettings,
     keywords: Keywords,
-    sinks: Tensor | None,
+    given: Additions,
     scale: float,
     differentiable: bool,
 ) -> Prepared:
-    """Heads and call with what the keywords add.
+    """Heads and call with what the keywords add to what else is given, such as a bias.
 
     Nothing is stored in a cache yet, so that a call which is refused leaves it as it was.
 
@@ -248,8 +252,10 @@ def prepare(
         x, start, keep = cached_heads(x, cache, differentiable)
     if mask is not None:
         mask = _four_dimensional(mask, x)
-    constants = Constants(mask, cu_seqlens, sinks, max_seqlen or 0)
-    call = call_of(x, settings, scale, constants)
+    if given.bias is not None:
+        given = given._replace(bias=_bias_of_scores(given.bias, x))
+    given = given._replace(mask=mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen or 0)
+    call = call_of(x, settings, scale, given)
     if start is not None:
         hides = call._replace(start=start, causal=settings.causal, window=settings.window)
         rows, keys = slice(0, x.q.shape[2]), slice(0, x.k.shape[2])
@@ -270,7 +276,7 @@ def call_of(
     x: Heads,
     settings: AttentionSettings,
     scale: float,
-    given: Constants,
+    given: Additions,
 ) -> Call:
     """The call, less what hides nothing: causality from one query, which is the last position."""
     window, causal = settings.window, settings.causal
@@ -292,6 +298,8 @@ def call_of(
         given.cu_seqlens,
         given.max_seqlen,
         sinks=given.sinks,
+        bias=given.bias,
+        bias_grad=given.bias_grad,
     )
 
 
@@ -320,9 +328,12 @@ def request_before(settings: AttentionSettings, env: Any) -> Request:
         env.grad_enabled,
         settings.window is not None,
         settings.softcap is not None,
+        mask=settings.has_bias,
+        additive=settings.has_bias,
         alibi=settings.alibi,
         dropout=settings.dropout_p,
         sinks=settings.has_sinks,
+        bias=settings.has_bias,
         enabled=enabled_kernels(device),
     )
 
@@ -376,9 +387,23 @@ def _check_constant(mask: Tensor) -> None:
                 "A mask is a constant: it gets no gradient",
                 where=_WHERE,
                 received="a mask that requires grad",
-                remedy="Pass mask.detach(); a bias that is trained needs an operation of its own",
+                remedy="Pass mask.detach(); core_attention_bias=True is for a bias that is trained",
             )
         )
+
+
+def _bias_of_scores(bias: Tensor, x: Heads) -> Tensor:
+    """The bias with four dimensions."""
+    full = *x.q.shape[:3], x.k.shape[2]
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, full))
+    if not fits or not bias.is_floating_point():
+        _refuse_input(
+            f"The bias must be floating point, of a shape that broadcasts to {full}",
+            _features(bias),
+            "Its dimensions are batch, heads, queries and keys; leading ones may be left out",
+        )
+    return bias.view(shape)
 
 
 def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:

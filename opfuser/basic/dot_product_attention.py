@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from ..errors import ArgumentError, OpKwargsError, explain
 from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
 from ..kernels.scalar import cast
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype, in_compute_dtype
 from ..recording import leave
 from ..tracing import exporting, functional, joined_columns, stands_in, transforms_active
 from . import _attention_inputs as inputs
@@ -49,11 +50,11 @@ __all__ = ["DotProductAttention"]
 class DotProductAttention(BasicOperation):
     r"""Multi-head attention: per head, :math:`y_i = \sum_j \mathrm{softmax}_j(s_{ij})\, v_j`.
 
-    A score is :math:`s_{ij} = c \tanh(s\, q_i k_j / c) - m_h |i - j|`, plus an additive mask;
-    the cap c and the ALiBi slopes m are there only where they are asked for. Keys that causality, a
-    window or a mask hide have no weight. A query that sees no key has output and gradients 0.
-    Queries are aligned to the end of the keys: with fewer queries than keys, they are the last
-    positions; with more, the first ones lie before the first key.
+    A score is :math:`s_{ij} = c \tanh(s\, q_i k_j / c) - m_h |i - j| + b_{hij}`, plus an additive
+    mask; the cap c, the ALiBi slopes m and the bias b are there only where they are asked for. Keys
+    that causality, a window or a mask hide have no weight. A query that sees no key has output and
+    gradients 0. Queries are aligned to the end of the keys: with fewer queries than keys, they are
+    the last positions; with more, the first ones lie before the first key.
 
     Every mode is computed by a kernel that exists: torch's for cuDNN, flash and memory-efficient
     attention and for CPUs, flash-attn's where it is installed, those that torch compiles for
@@ -70,7 +71,9 @@ class DotProductAttention(BasicOperation):
     head_dim)``, extra inputs: the keys ``(batch, keys, num_kv_heads * head_dim)`` and the values
     ``(batch, keys, num_kv_heads * v_head_dim)``, whose head size follows from the shape. Output
     ``(batch, queries, num_heads * v_head_dim)``, in the autocast dtype if autocast is active,
-    else the input's. Query head h attends to key head ``h // (num_heads / num_kv_heads)``.
+    else the input's. With ``core_attention_bias`` the last extra input is the bias, of a shape that
+    broadcasts to ``(batch, num_heads, queries, keys)``; its gradient is summed to it. Query head h
+    attends to key head ``h // (num_heads / num_kv_heads)``.
 
     Saved: the inputs, the output if the kernel's backward reads it, per query and head the
     log-sum-exp of the scores, and what the call was given besides.
@@ -92,6 +95,8 @@ class DotProductAttention(BasicOperation):
         sinks: whether each head has a learned logit that takes part in the softmax without a
             value: parameter ``sinks`` of shape (num_heads,), which starts at 0.
         alibi: whether scores fall with the distance, by a slope per head.
+        core_attention_bias: whether there is one more extra input b, floating point, which is added
+            to the scores and has a gradient, as te's ``core_attention_bias`` after the scale.
         kernel: name of the kernel to take: ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"cpu"``,
             ``"flash_attn"``, ``"flex"``, ``"blockwise"`` or ``"te"``, which is Transformer Engine's
             and taken by name only; a call that it does not take is an error. None chooses.
@@ -123,7 +128,9 @@ class DotProductAttention(BasicOperation):
         OpKwargsError: in forward, for other keywords.
     """
 
-    read_only: ClassVar[frozenset[str]] = frozenset({"layout", "num_extra_inputs"})
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        {"core_attention_bias", "layout", "num_extra_inputs"}
+    )
     stores_last: ClassVar[bool] = True
 
     class Saved(NamedTuple):
@@ -137,6 +144,7 @@ class DotProductAttention(BasicOperation):
         mask: Tensor | None
         cu_seqlens: Tensor | None
         sinks: Tensor | None
+        bias: Tensor | None
 
     Settings = AttentionSettings
 
@@ -153,13 +161,15 @@ class DotProductAttention(BasicOperation):
         softcap: float | None = None,
         sinks: bool = False,
         alibi: bool = False,
+        core_attention_bias: bool = False,
         kernel: str | None = None,
         v_head_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if layout == "separate":
-            self.num_extra_inputs = 2
+        extra_inputs = 2 * (layout == "separate") + bool(core_attention_bias)
+        if extra_inputs:
+            self.num_extra_inputs = extra_inputs
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -170,6 +180,7 @@ class DotProductAttention(BasicOperation):
         self.dropout_p = dropout_p
         self.softcap = softcap
         self.alibi = alibi
+        self.core_attention_bias = core_attention_bias
         self.kernel = kernel
         self.v_head_dim = v_head_dim
         self._last = _Last()
@@ -233,7 +244,7 @@ class DotProductAttention(BasicOperation):
         given = mask is not None or cu_seqlens is not None or cache is not None
         if given or max_seqlen is not None or not settings.is_plain:
             keywords = inputs.Keywords(mask, cu_seqlens, max_seqlen, cache)
-            return self._general_forward(ctx, settings, (qkv, None, None), x, keywords)
+            return self._general_forward(ctx, settings, (qkv, None, None), x, keywords, None)
         call = Call(settings.causal, _scale_of(x, settings))
         if context_parallel.is_active():
             request = request_of(x, call, ctx.requires_grad)
@@ -252,7 +263,7 @@ class DotProductAttention(BasicOperation):
         if ctx.requires_grad:
             ctx.kernel = kernel
             output = result.output if chosen.reads_output else None
-            ctx.save_for_backward(qkv, None, None, output, *result[1:], None, None, None)
+            ctx.save_for_backward(qkv, None, None, output, *result[1:], *(None,) * 4)
         return result.output.transpose(1, 2).flatten(2)
 
     def _general_forward(
@@ -262,11 +273,14 @@ class DotProductAttention(BasicOperation):
         saved: inputs.Inputs,
         x: Heads,
         keywords: inputs.Keywords,
+        bias: Tensor | None,
     ) -> Tensor:
         """The output of a call with anything that a plain one does not have."""
         differentiable = ctx.requires_grad
         scale = _scale_of(x, settings)
-        prepared = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
+        bias_grad = bias is not None and differentiable and ctx.needs.extra_inputs[-1]
+        given = inputs.Additions(sinks=self.sinks, bias=bias, bias_grad=bias_grad)
+        prepared = inputs.prepare(x, settings, keywords, given, scale, differentiable)
         x, call, keep = prepared
         if context_parallel.is_active():
             request = request_of(x, call, differentiable)
@@ -287,8 +301,9 @@ class DotProductAttention(BasicOperation):
         if differentiable:
             ctx.kernel, ctx.max_seqlen = kernel, call.max_seqlen
             output = result.output if chosen.reads_output else None
-            constants = call.mask, call.cu_seqlens, call.sinks
-            ctx.save_for_backward(*saved, output, *result[1:], *constants)
+            others = call.mask, call.cu_seqlens, call.sinks, call.bias
+            ctx.bias_shape = None if bias is None else bias.shape
+            ctx.save_for_backward(*saved, output, *result[1:], *others)
         if keep is not None:
             keep()
         return result.output.transpose(1, 2).flatten(2)
@@ -313,7 +328,7 @@ class DotProductAttention(BasicOperation):
             if internals.saved_tensors_hooks(False) is not None:
                 # They may return tensors without their graph, as those of a checkpoint do.
                 ctx.attended, kept = attended, (None,) * 4
-            ctx.save_for_backward(*saved, *kept, None, None, None)
+            ctx.save_for_backward(*saved, *kept, *(None,) * 4)
         return attended.output.detach().transpose(1, 2).flatten(2)
 
     def op_backward(
@@ -323,20 +338,28 @@ class DotProductAttention(BasicOperation):
         nothing = (None,) * settings.has_sinks
         if not ctx.needs.input and not any(ctx.needs.parameters):
             return None, nothing
-        qkv = ctx.saved_tensors[0]
-        (dq, dk, dv), sinks = self._backward(ctx, grad_output, inputs.split(qkv, settings))
+        heads, sinks, _ = self._packed_backward(ctx, grad_output)
+        return heads, sinks
+
+    def _packed_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...], Tensor | None]:
+        """Gradients of the packed heads, of the sinks and of the bias."""
+        settings: AttentionSettings = ctx.settings
+        x = inputs.split(ctx.saved_tensors[0], settings)
+        heads, sinks, dbias = self._backward(ctx, grad_output, x)
         if not ctx.needs.input:
-            return None, sinks
+            return None, sinks, dbias
         if settings.v_head_dim is None and not functional():
-            return torch.cat([dq, dk, dv], 2).flatten(2), sinks
-        return joined_columns(grad.flatten(2) for grad in (dq, dk, dv)), sinks
+            return torch.cat(heads, 2).flatten(2), sinks, dbias
+        return joined_columns(grad.flatten(2) for grad in heads), sinks, dbias
 
     def _backward(
         self, ctx: OperationContext, grad_output: Tensor, x: Heads
-    ) -> tuple[Heads, tuple[Tensor | None, ...]]:
-        """Gradients of the heads, as (batch, sequence, heads, size), and of the sinks."""
+    ) -> tuple[Heads, tuple[Tensor | None, ...], Tensor | None]:
+        """Gradients of the heads, (batch, sequence, heads, size), of the sinks and of the bias."""
         settings: AttentionSettings = ctx.settings
-        _, _, _, *rest, mask, cu_seqlens, sinks = ctx.saved_tensors
+        _, _, _, *rest, mask, cu_seqlens, sinks, bias = ctx.saved_tensors
         result = Result(*rest)
         call = Call(settings.causal, _scale_of(x, settings))
         dsinks: tuple[Tensor | None, ...] = ()
@@ -346,10 +369,11 @@ class DotProductAttention(BasicOperation):
         name = ctx.kernel
         if name == context_parallel.NAME:
             attended = ctx.attended or context_parallel.Attended(rest[0], Heads(*rest[1:]))
-            return Heads(*[t.transpose(1, 2) for t in attended.gradients(dy)]), ()
+            return Heads(*[t.transpose(1, 2) for t in attended.gradients(dy)]), (), None
         if mask is not None or cu_seqlens is not None or not settings.is_plain:
-            constants = inputs.Constants(mask, cu_seqlens, sinks, ctx.max_seqlen)
-            call = inputs.call_of(x, settings, call.scale, constants)
+            bias_grad = bias is not None and ctx.needs.extra_inputs[-1]
+            given = mask, cu_seqlens, sinks, ctx.max_seqlen, bias, bias_grad
+            call = inputs.call_of(x, settings, call.scale, inputs.Additions(*given))
         kernel = KERNELS[name]
         grads = kernel.backward(dy, x if kernel.grouped else expanded(x), result, call)
         if sinks is not None:
@@ -357,11 +381,14 @@ class DotProductAttention(BasicOperation):
             if any(ctx.needs.parameters):
                 own = grads[3] if kernel.has_sinks else sinks_grad(dy, result, sinks)
                 dsinks = (cast(own, sinks.dtype),)
+        dbias = None
+        if bias is not None and call.bias_grad:
+            dbias = cast(grads.bias.sum_to_size(bias.shape), bias.dtype).view(ctx.bias_shape)
         dq, dk, dv = [grad.transpose(1, 2) for grad in grads[:3]]
         if not kernel.grouped:
             groups = settings.num_kv_heads, -1
             dk, dv = [grad.unflatten(2, groups).sum(3) for grad in (dk, dv)]
-        return Heads(dq, dk, dv), dsinks
+        return Heads(dq, dk, dv), dsinks, dbias
 
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
@@ -380,14 +407,28 @@ class DotProductAttention(BasicOperation):
             return super().fuser_forward(basic_op_ctxs, input_, **given)
         ctx = basic_op_ctxs[0]
         settings: AttentionSettings = self.frozen_settings(ctx)
-        k, v = given["basic_op_extra_inputs"][0]
-        assert k is not None
-        assert v is not None
-        inputs.check_separate(input_, k, v, settings)
-        q = in_compute_dtype(input_)
-        q, k, v = [_aligned(cast(t, q.dtype).contiguous()) for t in (q, k, v)]
-        x = inputs.heads_of(q, k, v, settings)
-        return self._general_forward(ctx, settings, (q, k, v), x, inputs.Keywords(**keywords)), [()]
+        tensors: Any = input_, *given["basic_op_extra_inputs"][0]
+        bias = None
+        if settings.has_bias:
+            *tensors, bias = tensors
+        x, saved = self._heads_of(tensors, settings)
+        words = inputs.Keywords(**keywords)
+        return self._general_forward(ctx, settings, saved, x, words, bias), [()]
+
+    @staticmethod
+    def _heads_of(
+        tensors: Sequence[Tensor], settings: AttentionSettings
+    ) -> tuple[Heads, inputs.Inputs]:
+        """The heads of a packed input or of three, and the tensors that they are views of."""
+        dtype = compute_dtype(tensors[0])
+        if len(tensors) == 1:
+            inputs.check_packed(tensors[0], settings)
+            qkv = _aligned(cast(tensors[0], dtype).contiguous())
+            return inputs.split(qkv, settings), (qkv, None, None)
+        q, k, v = tensors
+        inputs.check_separate(q, k, v, settings)
+        q, k, v = [_aligned(cast(t, dtype).contiguous()) for t in (q, k, v)]
+        return inputs.heads_of(q, k, v, settings), (q, k, v)
 
     def fuser_backward(
         self,
@@ -404,14 +445,21 @@ class DotProductAttention(BasicOperation):
         needs = ctx.needs
         settings: AttentionSettings = self.frozen_settings(ctx)
         if not any((needs.input, *needs.parameters, *needs.extra_inputs)):
-            return None, [(None,) * settings.has_sinks], [(None, None)]
-        grads, sinks = self._backward(ctx, grad_output, inputs.heads_of(q, k, v, settings))
+            return None, [(None,) * settings.has_sinks], [(None,) * self.num_extra_inputs]
+        if k is None:
+            dx, sinks, dbias = self._packed_backward(ctx, grad_output)
+            return dx, [sinks], [(dbias,)]
+        heads = inputs.heads_of(q, k, v, settings)
+        grads, sinks, dbias = self._backward(ctx, grad_output, heads)
         wanted = needs.input, *needs.extra_inputs
         dq, dk, dv = [grad.flatten(2) if w else None for grad, w in zip(grads, wanted)]
-        return dq, [sinks], [(dk, dv)]
+        return dq, [sinks], [(dk, dv, dbias) if settings.has_bias else (dk, dv)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         settings = self.make_settings()
+        bias = None
+        if settings.has_bias:
+            *extra_inputs, bias = extra_inputs  # type: ignore[assignment]
         if extra_inputs:
             k, v = extra_inputs
             inputs.check_separate(input_, k, v, settings)
@@ -421,7 +469,8 @@ class DotProductAttention(BasicOperation):
             x = inputs.split(input_, settings)
         keywords = inputs.Keywords(**kwargs)
         scale = _scale_of(x, settings)
-        x, call, keep = inputs.prepare(x, settings, keywords, self.sinks, scale, False)
+        given = inputs.Additions(sinks=self.sinks, bias=bias)
+        x, call, keep = inputs.prepare(x, settings, keywords, given, scale, False)
         y = plain_attention(expanded(x), call)
         if keep is not None:
             keep()
@@ -439,6 +488,7 @@ class DotProductAttention(BasicOperation):
             "softcap": (self.softcap, None),
             "sinks": (self._has_sinks, False),
             "alibi": (self.alibi, False),
+            "core_attention_bias": (bool(self.core_attention_bias), False),
             "kernel": (self.kernel, None),
             "v_head_dim": (self.v_head_dim, None),
         }

@@ -19,10 +19,10 @@ from ..context import COMPUTE_DTYPES
 from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError, explain
 from ..op import FusibleOperation
 from ..reading.construction import build
-from ..reading.dataflow import Value, values_in
+from ..reading.dataflow import Value, leaves_in, values_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError
-from ..reading.operations import Attention, Called, CrossAttention, Dropout, Reading
+from ..reading.operations import Attention, Called, CrossAttention, Dropout, Input, Reading
 from ..reading.tracer import Trace, trace
 from ..sequential import Sequential
 from .example_calls import (
@@ -220,6 +220,11 @@ def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
     check_modes(flow, reading)
     if any(isinstance(op, Attention) and op.cache is not None for op in operations_in(reading)):
         raise KeptError("extends a cache of keys and values")
+    if any(isinstance(op, Attention) and op.bias is not None for op in operations_in(reading)):
+        raise KeptError("adds a bias to the scores of attention, which sequences are given apart")
+    for op in operations_in(reading):
+        if isinstance(op, Called) and leaves_in(op.arguments, Input):
+            raise KeptError(op.reason)
     if any(isinstance(op, CrossAttention) for op in operations_in(reading)):
         raise KeptError("attends to another input, which no operation of a sequence projects")
     if for_all_sizes:

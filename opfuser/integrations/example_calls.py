@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..applying.descriptions import operations_in
+from ..applying.descriptions import masks_in
 from ..attention.masks import hides_queries
 from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError, explain
 from ..reading.construction import Built
 from ..reading.dataflow import map_leaves
-from ..reading.operations import Attention, Reading
+from ..reading.operations import Reading
 
 __all__ = ["Arguments", "Example", "ExampleCall", "calls_made", "given_call", "needs_example"]
 
@@ -165,8 +165,7 @@ class Arguments:
     ) -> None:
         self.facts = map_leaves(_fact, tuple(call))
         self.signature, self.input, self.arguments = signature, built.input, built.arguments
-        attention = [op for op in operations_in(reading) if isinstance(op, Attention)]
-        self.masks = sorted({mask.input for op in attention for mask in op.masks})
+        self.masks = masks_in(reading)
 
     def __call__(self, sequence: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -177,7 +176,11 @@ class Arguments:
             shapes = ", ".join(f"{t.dtype} of {tuple(t.shape)}" for t in call.tensors)
             raise self.refusal(f"other arguments, with tensors {shapes}")
         inputs = call.tensors
-        if torch.is_grad_enabled() and any(hides_queries(inputs[n]) for n in self.masks):
+        differentiated = torch.is_grad_enabled()
+        if any(
+            (strictly or differentiated) and hides_queries(inputs[n], strictly)
+            for n, strictly in self.masks
+        ):
             raise NotSupportedError(
                 explain(
                     "Gradients of a query whose keys are all hidden by large numbers are not exact",

@@ -245,8 +245,8 @@ def _check_linear(op: Linear) -> None:
 def _check_attention(op: DotProductAttention) -> None:
     if op.layout != "packed" or op.v_head_dim is not None:
         _refuse(op, "of another layout than packed heads of one size")
-    if op.alibi or list(op.parameters()):
-        _refuse(op, "with slopes or sinks of each head")
+    if op.alibi or op.core_attention_bias or list(op.parameters()):
+        _refuse(op, "with slopes, sinks or a bias of each head")
     if op.dropout_p:
         _refuse(op, "with dropout")
 

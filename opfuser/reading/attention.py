@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .arguments import is_number
 from .dataflow import Node, Value
 from .heads import HeadsFound, heads_of
 from .kept import KeptError
 from .latents import LatentsFound, latent_heads, latents_of, update_before
-from .operations import Attention, Heads, Mask, Operation
+from .made import made_of
+from .operations import Attention, Heads, Made, Mask, Operation, Weights
 from .packing import distinct, gathered, packed, shared_steps, side_by_side, sizes_of
 from .products import product_of
 from .replay import indices_like, origin_of, source_of
@@ -28,8 +30,12 @@ class _Core:
     """Scores, weights and their product with the values.
 
     Attributes:
-        q, k, v: the heads; k as (b, h, d, s) if ``transposed``.
+        q, k, v: the heads; k as (b, h, d, s) if ``transposed``; or with one dimension in place of
+            the first two.
         scale: of the scores, besides factors of q and k.
+        masks: what is added to the scores, each with its factor.
+        weights: the result of softmax; None if it is not seen.
+        folded: how many heads the first dimension holds besides the batch; 0 if it holds none.
     """
 
     q: Value
@@ -40,8 +46,10 @@ class _Core:
     causal: bool = False
     dropout_p: float = 0.0
     softcap: float | None = None
-    masks: tuple[Value, ...] = ()
+    masks: tuple[tuple[Value, float], ...] = ()
     sinks: str | None = None
+    weights: Value | None = None
+    folded: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class AttentionFound:
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
         latents: what the branches of keys and values take; None if that are the sources.
+        returned: weights that the module returns.
     """
 
     attention: Attention
@@ -70,6 +79,7 @@ class AttentionFound:
     tokens: tuple[int, int]
     once: tuple[Node, ...]
     latents: LatentsFound | None = None
+    returned: frozenset[Value] = frozenset()
 
 
 def attention_of(
@@ -81,16 +91,16 @@ def attention_of(
         KeptError: something about it is not explained.
     """
     joined = source_of(values, v)
-    core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
-    if joined is None or core is None:
+    core = None if joined is None or len(joined.shape) not in (3, 4) else _core_of(values, joined)
+    if joined is None or core is None or (len(joined.shape) == 3 and not core.folded):
         return None
     shares = _is_shared(v, joined, core)
-    places = indices_like(joined).long()
+    places = _unfolded(indices_like(joined).long(), core.folded)
     in_order = places.flatten() if shares else places.transpose(1, 2).flatten()
     if not torch.equal(origin_of(v, joined).flatten(), in_order):
         raise KeptError(computed(v, "joins heads in an unknown order by"))
     once = _nodes(joined) if core.dropout_p else ()
-    q = heads_of(values, core.q, projected, shares=shares)
+    q = heads_of(values, core.q, projected, shares=shares, folded=core.folded)
     update, kept = _update_of(values, core), None
     if update is None:
         kept = update_before(values, core.k, core.v)
@@ -99,8 +109,8 @@ def attention_of(
     elif update is not None:
         k, u = (heads_of(values, given, projected) for given in update.args)
     else:
-        k = heads_of(values, core.k, projected, transposed=core.transposed)
-        u = heads_of(values, core.v, projected)
+        k = heads_of(values, core.k, projected, transposed=core.transposed, folded=core.folded)
+        u = heads_of(values, core.v, projected, folded=core.folded)
     is_cross = kept is None and k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
     _check_keys(core, q, k, u, is_other=is_cross or kept is not None)
     if update is not None:
@@ -109,27 +119,30 @@ def attention_of(
             raise KeptError("turns the last entries of keys that a cache keeps")
     k, u = (replace(f, columns=distinct(f)) for f in (k, u))
     heads = sizes_of(q.columns, k.columns, u.columns)
-    masks = _masks_of(values, core.masks)
-    if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
-        # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
-        raise KeptError("hides keys by large numbers of its own, with gradients enabled")
+    masks, bias, causal = _masks_of(values, core)
+    forks = not is_cross and bool(q.steps) and heads.size != heads.value_size
+    unweighted = is_cross or shares or update or kept or forks or bias is not None
+    returned = None if unweighted else _returned(values, core)
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
-        core.causal,
+        causal,
         core.dropout_p,
         core.softcap,
         masks,
         None if update is None else update.kwargs["layer"],
         core.sinks,
+        bias,
+        None if returned is None else _output(values, returned),
     )
     if kept is not None:
         latents, once = latents_of(heads, (q, k, u), kept), (*once, kept)
-        found = latents.branches, q.sources, (), ()
-        return AttentionFound(attention, (), *found, q.tokens, once, latents)
+        made = latents.branches, q.sources, (), ()
+        return AttentionFound(attention, (), *made, q.tokens, once, latents)
     if not is_cross:
-        return _of_one_input(attention, (q, k, u), once)
-    if core.causal or update is not None or q.steps or k.steps:
+        found = _of_one_input(attention, (q, k, u), once)
+        return found if returned is None else replace(found, returned=frozenset({returned}))
+    if causal or update is not None or q.steps or k.steps:
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     (sources, steps), memory = packed([q]), packed([k, u])
     return AttentionFound(attention, steps, (), sources, *memory, q.tokens, once)
@@ -154,10 +167,29 @@ def _of_one_input(
     return AttentionFound(attention, steps, branches, sources, (), (), q.tokens, once)
 
 
+def _unfolded(places: Tensor, folded: int) -> Tensor:
+    return places.unflatten(0, (-1, folded)) if folded else places
+
+
+def _output(values: Values, weights: Value) -> Weights:
+    return Weights(values.dataflow.outputs.index(weights), weights.meta.dtype)
+
+
+def _returned(values: Values, core: _Core) -> Value | None:
+    """The output of the module that is the weights; None if none is, or they are made otherwise."""
+    outputs = values.dataflow.outputs[1:]
+    weights = () if core.weights is None or core.sinks else values.passed(core.weights)
+    return next((v for v in outputs if v in weights and len(v.shape) == 4), None)
+
+
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
-    masked = any(mask.shape[-2:-1] != (1,) for mask in core.masks)
-    alone = joined.shape[2] > 1 and math.prod(v.shape[:-1]) == joined.shape[0]
+    masked = any(mask.shape[-2:-1] != (1,) for mask, _ in core.masks)
+    alone = (
+        len(joined.shape) == 4
+        and joined.shape[2] > 1
+        and math.prod(v.shape[:-1]) == joined.shape[0]
+    )
     return alone and not core.causal and not masked and core.sinks is None
 
 
@@ -207,7 +239,7 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if op == "scaled_dot_product_attention":
         q, k, u, mask, p, causal, scale, _ = args
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        masks = () if mask is None else (mask,)
+        masks = () if mask is None else ((mask, 1.0),)
         return _Core(q, k, u, False, scale, bool(causal), float(p), None, masks)
     if op != "matmul" or not all(isinstance(a, Value) for a in args):
         return None
@@ -225,14 +257,39 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     scores, name = _unshifted(values, args[0]), None
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
-    summed: list[Value] = []
-    op, args = values.term(scores)
-    while op == "add" and isinstance(args[1], Value):
-        scores, mask = args if _is_input(values, args[1]) else args[::-1]
-        summed.insert(0, mask)
+    scores, summed, factor = _without_masks(values, scores)
+    core, whole = _scores_of(values, scores), values.peel(weights)
+    return replace(
+        core,
+        v=u,
+        scale=factor * core.scale,
+        softcap=core.softcap and factor * core.softcap,
+        dropout_p=p,
+        masks=(*((m, factor * f) for m, f in core.masks), *summed),
+        sinks=name,
+        weights=weights,
+        folded=whole.shape[1] if len(u.shape) == 3 < len(whole.shape) else 0,
+    )
+
+
+def _without_masks(values: Values, scores: Value) -> tuple[Value, list[tuple[Value, float]], float]:
+    """(scores, the masks that are added to them, with their factors, the factor of the scores)."""
+    summed: list[tuple[Value, float]] = []
+    factor = 1.0
+    while True:
         op, args = values.term(scores)
-    core = _scores_of(values, scores)
-    return replace(core, v=u, dropout_p=p, masks=tuple(summed), sinks=name)
+        if op == "add" and isinstance(args[1], Value):
+            scores, mask = args if _is_added(values, args[1]) else args[::-1]
+            summed.insert(0, (mask, factor))
+        elif op in ("mul", "div") and is_number(args[1]) and _is_sum(values, args[0]):
+            factor = factor * args[1] if op == "mul" else factor / args[1]
+            scores = args[0]
+        else:
+            return scores, summed, factor
+
+
+def _is_sum(values: Values, v: Any) -> bool:
+    return isinstance(v, Value) and values.term(v).op == "add"
 
 
 def _unshifted(values: Values, scores: Value) -> Value:
@@ -279,45 +336,120 @@ def _scores_of(values: Values, scores: Value) -> _Core:
             scale = cap
     if len(product.values) == 1 and not product.inverse_roots and (cap is None or cap > 0):
         op, args = values.term(product.values[0])
+        if op == "baddbmm" and args[3] == 1 and cap is None:
+            mask, q, k, _, alpha = args
+            alone = (mask, product.factor)
+            return _Core(q, k, k, True, float(alpha) * product.factor, masks=(alone,))
         if op == "matmul" and all(isinstance(a, Value) for a in args):
             scale *= product.factor
             return _Core(args[0], args[1], args[1], True, scale, softcap=cap)
     raise KeptError(f"{computed(values.peel(scores))}, in the scores of attention")
 
 
-def _is_input(values: Values, v: Value) -> bool:
+def _is_added(values: Values, v: Value) -> bool:
     source = source_of(values, v)
-    return source is not None and source.origin == "input"
+    given = source is not None and source.origin == "input"
+    return given or made_of(values.dataflow, v) is not None
 
 
-def _masks_of(values: Values, summed: tuple[Value, ...]) -> tuple[Mask, ...]:
-    """The masks whose sum is added to scores, or the one bool mask that there is.
+@dataclass
+class _Added:
+    """What is added to scores, and what chooses between that and a number.
+
+    Attributes:
+        masks: that are inputs.
+        made: of sizes and parameters.
+        count: how many tensors there are.
+        causal: whether keys after the query are hidden by a number.
+    """
+
+    masks: list[Mask]
+    made: list[Made]
+    count: int = 0
+    causal: bool = False
+
+
+def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made | None, bool]:
+    """The masks, of numbers that are added or the one that is bool, the bias, and causality.
+
+    A bias is what needs a gradient, or is not given; and, where masks hide keys by numbers, all
+    that is added besides: kernels have no exact gradients of rows all of whose keys are hidden so.
 
     Raises:
-        KeptError: one is not an input, or they are joined in another way.
+        KeptError: something else is added, or it is joined in another way.
     """
-    found = [mask for v in summed for mask in _parts_of(values, v)]
-    dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
-    if len(found) > 1 and any(
-        (dtype == torch.bool) != (mask.lowest is not None) for mask, dtype in zip(found, dtypes)
-    ):
+    added = _Added([], [])
+    for v, factor in core.masks:
+        _add_parts(values, v, factor, core.folded, added)
+    inputs = values.dataflow.inputs
+    hiding = [m for m in added.masks if m.lowest is not None]
+    numbers = [m for m in added.masks if m.lowest is None]
+    of_numbers = [inputs[m.input].meta.dtype != torch.bool for m in numbers]
+    if (added.count > 1 or core.transposed) and not all(of_numbers):
         raise KeptError("adds masks of attention that are not all numbers")
-    return tuple(found)
+    trained = [m for m in numbers if inputs[m.input].requires_grad]
+    differentiated = core.q.requires_grad or trained
+    if not (added.causal or added.made or trained or (hiding and differentiated)):
+        return tuple(added.masks), None, core.causal
+    biases = numbers if hiding or added.causal else trained
+    if len(biases) + len(added.made) > 1:
+        raise KeptError("adds several biases to the scores of attention")
+    if len(hiding) + added.causal > 1:
+        raise KeptError("hides keys by large numbers several times")
+    if core.folded or any(m.factor != 1 for m in added.masks):
+        raise KeptError("adds a bias to scores that are scaled, or of batch and heads in one")
+    bias = added.made[0] if added.made else biases[0].input if biases else None
+    masks = tuple(m for m in added.masks if m not in biases)
+    return masks, bias, core.causal or added.causal
 
 
-def _parts_of(values: Values, v: Value) -> list[Mask]:
-    """The inputs that a mask is the sum of, or that choose between another one and a number."""
+def _add_parts(values: Values, v: Value, factor: float, folded: int, added: _Added) -> None:
+    """Notes the parts that a mask is the sum of, or that choose between another and a number."""
+
+    def mask_of(part: Value) -> Mask:
+        mask = _mask_of(values, part)
+        return replace(mask, factor=factor, folded=folded if len(mask.shape) == 3 else 0)
+
     op, args = values.term(v)
     if op == "add" and isinstance(args[1], Value):
-        return [part for a in args for part in _parts_of(values, a)]
+        for part in args:
+            _add_parts(values, part, factor, folded, added)
+        return
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
         lowest = torch.finfo(v.meta.dtype).min
         if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
-            return [
-                *_parts_of(values, args[1]),
-                replace(_mask_of(values, args[0]), lowest=lowest),
-            ]
-    return [_mask_of(values, v)]
+            _add_parts(values, args[1], factor, folded, added)
+            added.count += 1
+            if _is_causal(values, args[0]):
+                added.causal = True
+            else:
+                added.masks.append(replace(mask_of(args[0]), lowest=lowest))
+            return
+    added.count += 1
+    made = made_of(values.dataflow, v) if v.meta.is_floating_point() else None
+    if made is not None and values.term(v).op == "zeros":
+        return
+    if made is None:
+        added.masks.append(mask_of(v))
+    else:
+        added.made.append(made)
+
+
+def _is_causal(values: Values, seen: Value) -> bool:
+    """Whether a mask says that a position is not before another, for as many queries as keys."""
+    op, args = values.term(seen)
+    if op not in ("ge", "__ge__") or len(seen.shape) < 2 or seen.shape[-1] != seen.shape[-2]:
+        return False
+    positions = [source_of(values, v) if isinstance(v, Value) else None for v in args]
+    for v in positions:
+        node = None if v is None else v.node
+        if v is None or node is None or node.op != "arange" or v.shape != seen.shape[-1:]:
+            return False
+        if len(node.args) != 1 or set(node.kwargs) - {"device"}:
+            return False
+    at, other = (origin_of(v, p) for v, p in zip(args, positions) if p is not None)
+    expected = torch.ones(seen.shape[-2:], dtype=torch.bool, device="cpu").tril()
+    return bool((at >= other).expand(seen.shape).eq(expected).all())
 
 
 def _mask_of(values: Values, v: Value) -> Mask:
@@ -325,8 +457,6 @@ def _mask_of(values: Values, v: Value) -> Mask:
     mask = source_of(values, v)
     if mask is None or mask.origin != "input":
         raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
-    if mask.requires_grad:
-        raise KeptError("has a bias of attention that needs a gradient")
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)

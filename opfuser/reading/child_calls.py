@@ -33,7 +33,7 @@ def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: 
     """Calls a child's forward; of one that has hooks, what it does is one node."""
     flow = mode.dataflow
     mode.recording.observed.called[id(module)] = module
-    call = Call(module, path, len(flow.nodes))
+    call = Call(module, path, len(flow.nodes), switched=mode.switched)
     call.args, call.kwargs = map_leaves(mode.value_of, (args, kwargs))
     tensors = tensors_in((args, kwargs))
     with unrecorded():

@@ -18,19 +18,24 @@ from ..linear import Linear
 from ..merged_linear import MergedLinear
 from ..quantization.state import keep_state_in
 from ..sequential import Residual, Sequential
+from . import dataflow
 from . import operations as read
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
 from .layer_cache import LayerCache
+from .made import Maker
 from .plain_modules import (
+    Around,
     Beside,
     CachedRows,
     Child,
     ColumnScale,
+    HeadLayerNorm,
     Multiply,
     Reorder,
     Routed,
     Transpose,
+    weights_of,
 )
 from .reads import is_hooked
 
@@ -97,6 +102,12 @@ class Memory(NamedTuple):
     sizes: tuple[int, int]
 
 
+class Added(NamedTuple):
+    """A bias of attention: an input by its number, or how it is made."""
+
+    bias: int | read.Made
+
+
 class Built:
     """A sequence that computes what was read.
 
@@ -106,16 +117,21 @@ class Built:
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
         cached: operations that extend a cache, and the numbers of their layers there.
-        memories: what makes the extra inputs of the sequence, in their order.
+        extras: what makes the extra inputs of the sequence, in their order.
+        outputs: how many tensors it returns, in a tuple if there are several.
+        fills: whether a call extends a cache.
         ones: norms that have no weight, and the names of those of their own.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:
-        self.input = reading.input
+        self.input, self.outputs = reading.input, reading.outputs
+        self._around, self._tells, self.fills = Around(), False, False
+        self._weighted: list[tuple[basic.DotProductAttention, read.Attention]] = []
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention | CachedRows, int]] = []
-        self.memories: list[Memory] = []
+        self.extras: list[Memory | Added] = []
+        self._makers: dict[read.Made, Maker] = {}
         self.ones: list[tuple[nn.Module, str]] = []
         self._weights: list[tuple[nn.Module, str]] = []
         self._module: Any = module
@@ -123,6 +139,9 @@ class Built:
         self._numbers = itertools.count()  # of branches, whose channels have names of their own
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
         self.sequence = Sequential(*self._all(reading.operations))
+        self._made = tuple((number, self._made_by(made)) for number, made in reading.made)
+        if self._weighted and self.sequence.num_extra_outputs != len(self._weighted):
+            raise KeptError("returns weights of attention that is computed beside something else")
         self.follow()
 
     def follow(self) -> None:
@@ -147,15 +166,43 @@ class Built:
             inputs: its tensors, in order of arguments and keywords.
             cache: of keys and values of all layers, if it was called with one.
         """
+        made = {how: make(inputs) for how, make in self._makers.items()}
+        if self.outputs == 1 and not self._tells:
+            return self._computed(inputs, cache, made)
+        around = self._around
+        before = dict(around.__dict__)
+        around.inputs, around.cache = inputs, getattr(cache, "cache", cache)
+        around.returned = {number: made[how] for number, how in self._made}
+        try:
+            y = self._computed(inputs, cache, made)
+            others = [around.returned[number] for number in range(1, self.outputs)]
+        finally:
+            around.__dict__.clear()
+            around.__dict__.update(before)
+        return (y, *others) if others else y
+
+    def _computed(
+        self, inputs: Sequence[Any], cache: Any | None, made: dict[read.Made, Tensor]
+    ) -> Any:
         kwargs: dict[Any, dict[str, Any]] = {}
         for op, keyword, value in self.arguments:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
         for op, layer in self.cached:
             kwargs.setdefault(op, {})["cache"] = LayerCache(cache, layer, op.causal)
-        extra = [
-            t for m in self.memories for t in m.sequence(inputs[m.input]).split(m.sizes, dim=-1)
-        ]
-        return self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
+        extra: list[Tensor] = []
+        for e in self.extras:
+            if isinstance(e, Memory):
+                extra += e.sequence(inputs[e.input]).split(e.sizes, dim=-1)
+            else:
+                extra.append(inputs[e.bias] if isinstance(e.bias, int) else made[e.bias])
+        y = self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
+        if not self._weighted:
+            return y
+        y, *packed = y
+        for (attend, attention), heads in zip(self._weighted, packed):
+            mask = kwargs.get(attend, {}).get("mask")
+            self._around.returned.update(weights_of(attention, heads, mask))
+        return y
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
         return [module for op in operations for module in self._modules(op)]
@@ -180,6 +227,13 @@ class Built:
         """A norm whose weights are those of the module, or ones where it has none."""
         self.ones += [(op, name) for name, path in paths.items() if path is None]
         return self.aliased(op, **{n: path for n, path in paths.items() if path is not None})
+
+    def _made_by(self, made: read.Made) -> read.Made:
+        """The same, of which there is what makes it from now on."""
+        if made not in self._makers:
+            maker = self._makers[made] = Maker(made)
+            self.aliased(maker, **{f"p{n}": path for n, path in enumerate(made.parameters)})
+        return made
 
     def leave_scales(self) -> Built:
         """Has the module keep the scales of operations, beside the weights that they read."""
@@ -242,11 +296,14 @@ class Built:
 
     def called(self, op: read.Called) -> list[nn.Module]:
         child = self._module.get_submodule(op.path)
+        if op.arguments is not None:
+            self.fills |= bool(dataflow.leaves_in(op.arguments, read.GivenCache))
+        self._tells |= op.arguments is not None or bool(op.returned)
         plain = all(is_plain(p) or is_dtensor(p) for p in child.parameters())
         plain = plain and not is_hooked(child) and not isinstance(child, nn.Linear)
-        if op.item is None and (plain or not self._checks):
+        if op.item is None and op.arguments is None and (plain or not self._checks):
             return [child]
-        return [Child(child, op.out_features, op.item)]
+        return [Child(child, op, self._around)]
 
     def merged(self, op: read.MergedLinear) -> list[nn.Module]:
         if _has_adapters(op.projections):
@@ -333,6 +390,9 @@ class Built:
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
         heads, zero_centred = op.heads, op.zero_centred_weight
+        if op.centred:
+            weights = {"q_weight": op.q_weight, "k_weight": op.k_weight}
+            return self.aliased(HeadLayerNorm(op), **weights, q_bias=op.q_bias, k_bias=op.k_bias)
         made = basic.QKNorm(
             heads.queries,
             heads.size,
@@ -368,22 +428,32 @@ class Built:
             softcap=op.softcap,
             layout=layout,
             sinks=op.sinks is not None,
+            core_attention_bias=op.bias is not None,
             v_head_dim=heads.value_size if other_values else None,
             device="meta",
         )
         self.aliased(made, sinks=op.sinks)
+        if op.bias is not None:
+            self.extras.append(Added(op.bias))
+            if isinstance(op.bias, read.Made):
+                self._made_by(op.bias)
         if op.masks:
             if self._of_numbers:  # which have not the dtype that masks are made in
                 raise KeptError("masks attention, and is given numbers of rows of a table")
             self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))
-        return [made]
+            self.fills = True
+        if op.weights is None:
+            return [made]
+        self._weighted.append((made, op))
+        self._tells = True
+        return [basic.MakeExtraOutput(), made]
 
     def cross_attention(self, op: read.CrossAttention) -> list[nn.Module]:
         heads = op.attention.heads
         sizes = heads.keys * heads.size, heads.keys * heads.value_size
-        self.memories.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
+        self.extras.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
         return self.attention(op.attention, "separate")
 
     def parallel(
@@ -429,6 +499,7 @@ class Built:
     def kept(self, op: read.Cached) -> list[nn.Module]:
         made = CachedRows(op.causal)
         self.cached.append((made, op.layer))
+        self.fills = True
         return self.parallel(op, lambda: made)
 
 
@@ -526,6 +597,10 @@ def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> T
     out = None
     for mask in masks:
         given: Tensor = inputs[mask.input]
+        if mask.folded:
+            given = given.unflatten(0, (-1, mask.folded))
+        if mask.factor != 1:
+            given = given * mask.factor
         if mask.hides:
             zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
             given = zeros.masked_fill_(given, -math.inf)

@@ -64,6 +64,7 @@ class Node:
         op: the function's name, as ``__torch_function__`` sees it; of a property, the property's.
         function: the function.
         args, kwargs: what it was called with, tensors as values.
+        given: both, in which a size that may differ between calls is a :class:`.sizes.Size`.
         place: path of the module whose forward called it, relative to the module that was read.
         results: the tensors that it returned.
         effect: what it does besides returning them, as a predicate, such as "writes in place by
@@ -85,11 +86,15 @@ class Node:
     place: str
     results: list[Value] = field(default_factory=list)
     effect: str = ""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow."""
+    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow.
+
+    ``switched`` says that gradients or autocast were, in or out, between the module's call and it.
+    """
 
     module: nn.Module
     path: str
@@ -98,6 +103,7 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     result: Any = None
+    switched: bool = False
 
 
 @dataclass(eq=False)
@@ -115,6 +121,12 @@ class Dataflow:
     nodes: list[Node] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     result: Any = None
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The tensors in the result that are no inputs, each once; an input if all are."""
+        found = list(dict.fromkeys(values_in(self.result)))
+        return [v for v in found if v.origin != "input"] or found[:1]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

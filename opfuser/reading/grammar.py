@@ -21,6 +21,7 @@ from .heads import Turn, heads_of
 from .in_place import settle_writes
 from .kept import KeptError
 from .latents import LatentsFound
+from .made import made_of
 from .norms import norm_of
 from .operations import (
     Activation,
@@ -61,19 +62,20 @@ __all__ = ["read"]
 
 @undisturbed()
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
-    """The operations that compute the one tensor that a forward returns besides its inputs.
+    """The operations that compute the first tensor that a forward returns besides its inputs.
+
+    The others have to come about on the way: a child that is called as it is has returned them, or
+    they are the weights of attention.
 
     Raises:
-        KeptError: an operation is not explained, or the result is not one tensor.
+        KeptError: an operation is not explained, or the result is no tensor.
     """
-    results = values_in(dataflow.result)
-    results = [v for v in results if v.origin != "input"] or results[:1]
-    if len(results) != 1:
-        reason = f"returns {len(results)} tensors"
-        raise KeptError(computed(results[-1], f"{reason}, the last of") if results else reason)
-    (result,) = results
+    outputs = dataflow.outputs
+    if not outputs:
+        raise KeptError("returns 0 tensors")
+    result = outputs[0]
     settle_writes(dataflow)
-    whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
+    whole = _with_outputs(Values(dataflow, result.meta.dtype, autocast), frozenset())
     rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
     if whole.operations and isinstance(whole.operations[0], Embedding):
         rows, dtypes = whole.source.shape, {result.meta.dtype}
@@ -90,15 +92,40 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
         explained = node in whole.once or node in whole.written
         if node.effect and not explained and not inside:
             raise KeptError(located(node.effect, node))
-    return Reading(dataflow.inputs.index(whole.source), whole.operations)
+    found = ((n, made_of(dataflow, v)) for n, v in enumerate(outputs) if v not in whole.returned)
+    made = tuple((n, how) for n, how in found if n and how is not None)
+    return Reading(dataflow.inputs.index(whole.source), whole.operations, len(outputs), made)
+
+
+def _with_outputs(values: Values, kept: frozenset[Call]) -> Step:
+    """What computes the first output and hands out the others; ``kept`` are called as they are.
+
+    Raises:
+        KeptError: an operation is not explained, or an output does not come about on the way.
+    """
+    result, *others = values.dataflow.outputs
+    step = _Grammar(values, kept).chain(result, None)
+    missing = next(
+        (v for v in others if v not in step.returned and not made_of(values.dataflow, v)), None
+    )
+    if missing is None:
+        return step
+    for call in reversed(values.dataflow.calls):
+        if call not in kept and missing in values_in(call.result):
+            with suppress(KeptError):
+                return _with_outputs(values, kept | {call})
+    reason = f"returns {1 + len(others)} tensors, one made by"
+    raise KeptError(computed(missing, reason))
 
 
 _Rule = Callable[[Value, "Value | None"], "Step | None"]
 
 
 class _Grammar:
-    def __init__(self, values: Values) -> None:
-        self.values = values
+    def __init__(self, values: Values, kept: frozenset[Call]) -> None:
+        self.values, self.kept = values, kept
+        others = values.dataflow.outputs[1:]
+        self.outputs = {v: number for number, v in enumerate(others, 1)}
         self.known: dict[tuple[Value, Value | None, bool], Step | KeptError] = {}
         self.rounded: set[Value] = set()
         self.cached: set[Value] = set()
@@ -140,6 +167,10 @@ class _Grammar:
         end = self.end_of(v)
         if end is base or (base is None and end.origin == "input"):
             return Step((), end, (end,))
+        passed = self.values.passed(v)
+        for called in self.calls_of(passed, "returns other tensors, too") if self.kept else ():
+            if not self.kept.isdisjoint(called.once):
+                return self.chain(called.source, base).followed_by(called)
         try:
             step = self.step(end, base)._replace(path=(end,))
             if step.operations:
@@ -147,7 +178,7 @@ class _Grammar:
                 is_rounded = _rounds(step.operations[0])
             return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
-            for called in self.calls_of(self.values.passed(v), why.reason):
+            for called in self.calls_of(passed, why.reason):
                 with suppress(KeptError):
                     return self.chain(called.source, base).followed_by(called)
             raise
@@ -172,12 +203,24 @@ class _Grammar:
         return end
 
     def calls_of(self, passed: tuple[Value, ...], reason: str) -> list[Step]:
-        """The children that return one of these values of one tensor, the innermost first."""
+        """The children that return one of these values of one stream, the innermost first."""
         out = []
-        for found in calls_returning(self.values, passed):
-            call, x = found.call, found.x
-            op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason, found.item)
-            out.append(Step((op,), x, passed[-1:], once=(call,)))
+        for call, x, result, arguments in calls_returning(self.values, passed):
+            results = values_in(call.result)
+            alone = call.result is result and x.shape[:-1] == result.shape[:-1]
+            returned = {v: (n, self.outputs[v]) for n, v in enumerate(results) if v in self.outputs}
+            op = Called(
+                call.path,
+                x.shape[-1],
+                passed[-1].shape[-1],
+                reason,
+                None if alone else results.index(result),
+                arguments,
+                tuple(returned.values()),
+                len(results),
+            )
+            step = Step((op,), x, passed[-1:], once=(call,))
+            out.append(step._replace(returned=frozenset(returned)))
         return out
 
     def step(self, v: Value, base: Value | None) -> Step:
@@ -430,8 +473,8 @@ class _Grammar:
             number = self.values.dataflow.inputs.index(memory.source)
             attend = CrossAttention(found.attention, number, memory.operations)
             once = once + memory.once
-        operations = *found.steps, attend
-        return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+        whole = Step((*found.steps, attend), step.source, (), frozenset({found.tokens}), once)
+        return step.followed_by(whole._replace(returned=found.returned))
 
     def attended_latents(
         self, found: AttentionFound, latents: LatentsFound, base: Value | None

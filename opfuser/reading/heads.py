@@ -76,6 +76,7 @@ def heads_of(
     transposed: bool = False,
     shares: bool = False,
     length: int | None = None,
+    folded: int = 0,
 ) -> HeadsFound:
     """Where heads come from, and what was done to them.
 
@@ -86,13 +87,15 @@ def heads_of(
         transposed: as products with keys read them.
         shares: whether they are (b, g, h, d), of one token each, h of them beside a head of keys.
         length: how many tokens the rows may be of, of which they are the first ones.
+        folded: how many heads the first dimension holds, if that is b h; or 0.
 
     Raises:
         KeptError: something happened to them besides norms, rotary positions and a factor.
     """
-    if len(v.shape) != 4:
+    if len(v.shape) != (3 if folded else 4):
         raise KeptError(computed(v, "attends to heads without four dimensions, by"))
     places = indices_like(v).long()
+    places = places.unflatten(0, (-1, folded)) if folded else places
     places = places.mT if transposed else places
     places = places.flatten(1, 2).unsqueeze(2) if shares else places
     tokens = places.shape[0], places.shape[2]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,69 @@ class Embedding(Operation):
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Stands for a tensor by its number: first come parameters, then what functions return."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class SizeOf:
+    """Stands for a size: an expression of sizes ``s``, each a dimension of an input."""
+
+    text: str
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Stands for a number or the like; 1, 1.0 and True are equal, and not the same."""
+
+    kind: type
+    text: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Stands for a slice."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that functions of torch make of parameters and of sizes of inputs.
+
+    Attributes:
+        parameters: their paths.
+        calls: of functions, in order, with arguments and pairs of keywords and arguments, in which
+            :class:`Taken`, :class:`SizeOf`, :class:`Constant` and :class:`Range` stand for others.
+        number: of the tensor among all.
+    """
+
+    parameters: tuple[str, ...]
+    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Input:
+    """Stands for an input of a call of the module, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class GivenCache:
+    """Stands for the cache of a call of the module."""
+
+
+@dataclass(frozen=True)
 class Called(Operation):
-    """A child that is called as it is, with one tensor, because it was not explained.
+    """A child that is called as it is, because it was not explained.
 
     Attributes:
         path: of the child.
@@ -70,6 +135,12 @@ class Called(Operation):
         reason: why it was not explained.
         item: the place of the result among the tensors that it returns; None if it
             is alone, and in rows as those of the argument.
+        arguments: positional ones, and pairs of keywords and arguments, in which ``...`` stands for
+            the stream, :class:`Input` for another tensor and :class:`GivenCache` for the cache;
+            None is the stream alone.
+        returned: pairs of the place of another tensor that it returns, and the number of the
+            module's output that it is.
+        count: how many tensors it returns.
     """
 
     path: str
@@ -77,6 +148,9 @@ class Called(Operation):
     out_features: int
     reason: str
     item: int | None = None
+    arguments: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
+    returned: tuple[tuple[int, int], ...] = ()
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -222,7 +296,10 @@ class Transpose(Operation):
 
 @dataclass(frozen=True)
 class HeadNorm(Operation):
-    """The root-mean-square norm of each query and each key head, with weights or without."""
+    """The norm of each query and each key head, with weights or without.
+
+    It is the root-mean-square norm, or if ``centred``, LayerNorm.
+    """
 
     heads: Heads
     eps: float
@@ -230,6 +307,9 @@ class HeadNorm(Operation):
     k_weight: str | None
     zero_centred_weight: bool = False
     weight_is_cast: bool = False
+    centred: bool = False
+    q_bias: str | None = None
+    k_bias: str | None = None
 
 
 @dataclass(frozen=True)
@@ -265,7 +345,11 @@ class Mask:
         hides: whether True hides a key; else a bool mask is True where a key is seen, and any other
             is added to the scores.
         of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
-        lowest: of a bool mask beside others, the number that stands in their sum where it hides.
+        lowest: of a bool mask, the number that stands in the sum of others where it hides; alone,
+            which it is beside a bias or gradients, it must not hide all keys of a query.
+        folded: how many heads its first dimension holds besides the batch, or 0: then it broadcasts
+            to (batch * heads, queries, keys).
+        factor: of numbers that are added to the scores.
     """
 
     input: int
@@ -273,6 +357,21 @@ class Mask:
     hides: bool = False
     of_keys: bool = False
     lowest: float | None = None
+    folded: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of attention (batch, heads, queries, keys) as an output of the module.
+
+    Attributes:
+        output: its number.
+        dtype: of these.
+    """
+
+    output: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -288,6 +387,9 @@ class Attention(Operation):
         masks: what hides keys, or is added to the scores.
         cache: the number of the layer in a cache that extends keys and values, or None.
         sinks: the parameter that is a logit per head in the softmax, without a value, or None.
+        bias: what is added to the scores and may need a gradient: an input, by its number, without
+            large negative numbers, or how it is made; or None.
+        weights: where the module returns them, before dropout; None if it does not.
     """
 
     heads: Heads
@@ -298,6 +400,8 @@ class Attention(Operation):
     masks: tuple[Mask, ...] = ()
     cache: int | None = None
     sinks: str | None = None
+    bias: int | Made | None = None
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True)
@@ -383,7 +487,12 @@ class Reading:
     Attributes:
         input: its number.
         operations: first to last.
+        outputs: how many tensors it returns that are no inputs; the operations name those after the
+            first, but for those that are
+        made: of sizes and parameters, by their numbers.
     """
 
     input: int
     operations: tuple[Operation, ...]
+    outputs: int = 1
+    made: tuple[tuple[int, Made], ...] = ()

@@ -76,8 +76,9 @@ def shared_steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
 def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     if not heads.keys:
         raise KeptError("opfuser has no operation for norms of heads beside values of another size")
-    alike = replace(q, weight=None) == replace(k, weight=None)
-    if not alike or q.centred or (q.zero_centred_weight and None in (q.weight, k.weight)):
+    alike = replace(q, weight=None, bias=None) == replace(k, weight=None, bias=None)
+    unweighted = q.zero_centred_weight and (q.centred or None in (q.weight, k.weight))
+    if not alike or unweighted:
         raise KeptError("opfuser has no operation for such norms of queries and keys")
-    how = q.zero_centred_weight, q.weight_is_cast
-    return HeadNorm(heads, q.eps, q.weight, k.weight, *how)
+    how = q.zero_centred_weight, q.weight_is_cast, q.centred
+    return HeadNorm(heads, q.eps, q.weight, k.weight, *how, q.bias, k.bias)

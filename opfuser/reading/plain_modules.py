@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from typing_extensions import Unpack
 
 from ..attention.call import Heads
@@ -16,17 +19,21 @@ from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, 
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
-from .dataflow import tensors_in
+from .dataflow import map_leaves, tensors_in
+from .operations import Attention, Called, GivenCache, HeadNorm, Input
 
 __all__ = [
+    "Around",
     "Beside",
     "CachedRows",
     "Child",
     "ColumnScale",
+    "HeadLayerNorm",
     "Multiply",
     "Reorder",
     "Routed",
     "Transpose",
+    "weights_of",
 ]
 
 
@@ -113,6 +120,35 @@ class ColumnScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, scaled."""
         return x * self.weight.to(x.dtype)
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm of every query and every key head of packed queries, keys and values.
+
+    Args:
+        op: whose heads they are.
+    """
+
+    def __init__(self, op: HeadNorm) -> None:
+        super().__init__()
+        self.heads, self.eps = op.heads, op.eps
+        for name in ("q_weight", "q_bias", "k_weight", "k_bias"):
+            self.register_parameter(name, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, its queries and keys normalised."""
+        heads = self.heads
+        counts = heads.queries * heads.size, heads.keys * heads.size
+        q, k, values = x.split((*counts, heads.keys * heads.value_size), -1)
+        normed = []
+        for rows, name in ((q, "q"), (k, "k")):
+            weight, bias = self._parameters[f"{name}_weight"], self._parameters[f"{name}_bias"]
+            each = rows.unflatten(-1, (-1, heads.size))
+            if weight is not None:  # which may be in fp32 beside rows in half precision
+                each = each.to(torch.promote_types(each.dtype, weight.dtype))
+            y = functional.layer_norm(each, (heads.size,), weight, bias, self.eps)
+            normed.append(y.flatten(-2).to(x.dtype))
+        return torch.cat([*normed, values], -1)
 
 
 class Multiply(BasicOperation):
@@ -234,29 +270,47 @@ class Routed(nn.Module):
         return y.view(x.shape)
 
 
+class Around(threading.local):
+    """The call of a module, around the calls of its children.
+
+    Attributes:
+        inputs: its tensors.
+        cache: that it was given.
+        returned: the outputs, by their numbers, that children have returned so far.
+    """
+
+    inputs: Sequence[Any] = ()
+    cache: Any = None
+    returned: dict[int, Tensor]
+
+
 class Child(nn.Module):
     """A child that is called as it is, and returns rows as its forward has in the trace.
 
+    Rows that are not all that it returns may have lost the shape of the input.
+
     Args:
         child: which.
-        features: the columns of its rows.
-        number: the place of the rows among the tensors that it returns, which may have lost the
-            shape of the input; None if they are all that it returns.
+        called: with what, and what it returns.
+        around: the call of the module that holds it.
 
     Raises:
         NotSupportedError: hooks, or subclasses of tensors, make something else of that.
     """
 
-    def __init__(self, child: nn.Module, features: int, number: int | None = None) -> None:
+    def __init__(self, child: nn.Module, called: Called, around: Around) -> None:
         super().__init__()
-        self.child, self.features, self.number = child, features, number
+        self.child, self.called, self.around = child, called, around
 
     def forward(self, x: Tensor) -> Tensor:
         """What the child returns."""
-        y, shape = self.child(x), (*x.shape[:-1], self.features)
-        if self.number is not None:
-            y = [*tensors_in(y), *[None] * self.number][self.number]
+        y, shape = self.result(x), (*x.shape[:-1], self.called.out_features)
+        if self.called.item is not None:
+            found = tensors_in(y)
+            y = found[self.called.item] if len(found) == self.called.count else None
             y = y.reshape(shape) if y is not None and y.numel() == math.prod(shape) else y
+            for place, number in self.called.returned if y is not None else ():
+                self.around.returned[number] = found[place]
         if type(y) is not Tensor or y.shape != shape:
             got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
             raise NotSupportedError(
@@ -269,6 +323,21 @@ class Child(nn.Module):
             )
         return y
 
+    def result(self, x: Tensor) -> Any:
+        """What the child returns for a stream and the inputs of the call."""
+        if self.called.arguments is None:
+            return self.child(x)
+
+        def argument(leaf: Any) -> Any:
+            if type(leaf) is Input:
+                return self.around.inputs[leaf.number]
+            if type(leaf) is GivenCache:
+                return self.around.cache
+            return x if leaf is ... else leaf
+
+        args, kwargs = map_leaves(argument, self.called.arguments)
+        return self.child(*args, **dict(kwargs))
+
 
 class Beside(nn.Module):
     """What several modules compute, side by side in the last dimension."""
@@ -280,3 +349,33 @@ class Beside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Their results for an input."""
         return torch.cat([branch(x) for branch in self.branches], -1)
+
+
+def weights_of(op: Attention, packed: Tensor, mask: Tensor | None) -> dict[int, Tensor]:
+    """The weights of attention, as the module returns them, by the number of the output.
+
+    Args:
+        op: attention without a cache, to the tokens of its own input.
+        packed: queries, keys and values.
+        mask: of bool, True where a key is seen, or added to the scores.
+    """
+    assert op.weights is not None
+    heads = op.heads
+    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    counts = heads.queries * heads.size, heads.keys * heads.size
+    q, k = (
+        rows.unflatten(-1, (-1, heads.size)).transpose(1, 2)
+        for rows in wide[..., : sum(counts)].split(counts, -1)
+    )
+    with torch.autocast(packed.device.type, enabled=False):
+        scores = op.scale * q @ k.repeat_interleave(heads.queries // heads.keys, 1).mT
+    if op.softcap is not None:
+        scores = op.softcap * torch.tanh(scores / op.softcap)
+    if op.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return {op.weights.output: scores.softmax(-1).to(op.weights.dtype)}

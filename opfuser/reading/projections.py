@@ -13,9 +13,12 @@ import torch
 from .arguments import CASTS
 from .dataflow import Call, Node, Value, values_in
 from .kept import KeptError
-from .operations import Adapter, Linear, LoRALinear
+from .operations import Adapter, GivenCache, Input, Linear, LoRALinear
 from .products import product_of
+from .reads import is_scalar
 from .replay import origin_of, source_of
+from .sizes import Size
+from .stand_ins import CacheStandIn, LayerIndex
 from .values import Values
 
 __all__ = ["CallFound", "LinearFound", "calls_returning", "linear_of", "vector_of"]
@@ -172,37 +175,65 @@ def vector_of(values: Values, v: Any) -> Value | None:
 
 
 class CallFound(NamedTuple):
-    """A call of a child with one tensor, and the one of its results that is looked for."""
+    """A call of a child with one stream, and the one of its results that is looked for.
+
+    Attributes:
+        arguments: as of ``operations.Called``.
+    """
 
     call: Call
     x: Value
     result: Value
-
-    @property
-    def item(self) -> int | None:
-        """The place among the tensors that the child returns; None if rows are all it returns."""
-        alone = self.call.result is self.result and self.x.shape[:-1] == self.result.shape[:-1]
-        return None if alone else list(values_in(self.call.result)).index(self.result)
+    arguments: Any
 
 
 def calls_returning(values: Values, found: Sequence[Value]) -> Iterator[CallFound]:
-    """The calls of children that return one of these values of one tensor, innermost first."""
+    """The calls of children that return one of these values of one stream, innermost first."""
     for call in reversed(values.dataflow.calls):
         for result in values_in(call.result):
-            x = _only_tensor(values, call, result)
+            x = _stream_of(values, call, result)
             if x is None or x in found:
                 continue
             if result in found or values.equals(result, found[-1]):
-                yield CallFound(call, x, result)
+                with suppress(KeptError):
+                    yield CallFound(call, x, result, _arguments_of(values, call, x))
 
 
-def _only_tensor(values: Values, call: Call, result: Value) -> Value | None:
-    """The tensor that a child was called with, if that is all, and it returned such rows."""
-    if len(call.args) != 1 or call.kwargs:
+def _stream_of(values: Values, call: Call, result: Value) -> Value | None:
+    """The tensor that a child was called with besides inputs, if it returned such rows."""
+    given = list(dict.fromkeys(values_in((call.args, call.kwargs))))
+    others = [v for v in given if v.origin != "input"]
+    if len(others) > 1 or not result.shape:
         return None
-    (x,) = call.args
-    if not isinstance(x, Value) or not x.shape or not result.shape:
+    for x in others or given:
+        rows = x.shape[:-1], (math.prod(x.shape[:-1]),)
+        of_stream = all(t.meta.dtype in values.dtypes for t in (x, result))
+        if x.shape and of_stream and result.shape[:-1] in rows:
+            return x
+    return None
+
+
+def _arguments_of(values: Values, call: Call, x: Value) -> Any:
+    """What a child was called with, as of ``operations.Called``.
+
+    Raises:
+        KeptError: there is more than tensors, constants, a cache, and tuples of them.
+    """
+
+    def argument(given: Any) -> Any:
+        if given is x:
+            return ...
+        if isinstance(given, Value) and given.origin == "input":
+            return Input(values.dataflow.inputs.index(given))
+        if type(given) is CacheStandIn and given.is_first:
+            return GivenCache()
+        if type(given) is tuple:
+            return tuple(map(argument, given))
+        if is_scalar(given) and type(given) not in (Size, LayerIndex):
+            return given
+        raise KeptError(f"passes a {type(given).__name__} to '{call.path}'")
+
+    if call.args == (x,) and not call.kwargs:
         return None
-    if any(t.meta.dtype not in values.dtypes for t in (x, result)):
-        return None
-    return x if result.shape[:-1] in (x.shape[:-1], (math.prod(x.shape[:-1]),)) else None
+    keywords = tuple((name, argument(given)) for name, given in call.kwargs.items())
+    return tuple(map(argument, call.args)), keywords

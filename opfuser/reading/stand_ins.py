@@ -73,10 +73,14 @@ class CacheStandIn:
         cache: that it stands for.
         record: records an update of the cache by keys and values of a layer.
         keep: is told why the module is kept, if the forward asks for anything else.
+        is_first: whether it is the first cache that the call was given.
     """
 
-    def __init__(self, cache: Any, record: Record, keep: Callable[[str], NoReturn]) -> None:
+    def __init__(
+        self, cache: Any, record: Record, keep: Callable[[str], NoReturn], is_first: bool
+    ) -> None:
         self._cache, self._record, self._keep = cache, record, keep
+        self.is_first = is_first
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that forwards take it for what it stands for

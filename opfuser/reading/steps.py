@@ -19,6 +19,7 @@ class Step(NamedTuple):
         tokens: batch and sequence of the attention among them.
         once: what has to happen once: random numbers that were drawn, children that were called.
         written: nodes that write to a tensor of their own, such as a mask.
+        returned: other outputs of the module that operations hand out.
     """
 
     operations: tuple[Operation, ...]
@@ -27,6 +28,7 @@ class Step(NamedTuple):
     tokens: frozenset[tuple[int, ...]] = frozenset()
     once: tuple[Node | Call, ...] = ()
     written: frozenset[Node] = frozenset()
+    returned: frozenset[Value] = frozenset()
 
     def followed_by(self, *later: Step) -> Step:
         """These operations, then others; the source stays."""
@@ -39,5 +41,6 @@ class Step(NamedTuple):
                 out.tokens | step.tokens,
                 out.once + step.once,
                 out.written | step.written,
+                out.returned | step.returned,
             )
         return out

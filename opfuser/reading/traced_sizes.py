@@ -71,7 +71,7 @@ def note_sizes(node: Node, sizes: Sizes) -> None:
 def note_results(node: Node, sized: set[int], results: list[Tensor], sizes: Sizes) -> None:
     """Notes in ``sizes`` which sizes of results are made from others than those in ``sized``."""
     values = values_in((node.args, node.kwargs))
-    if node.op not in _RESIZING or not values:
+    if node.op not in _RESIZING or not values or _only_adds_dimensions(node):
         return
     before = values[0].shape
     for result in results:
@@ -87,6 +87,14 @@ def note_results(node: Node, sized: set[int], results: list[Tensor], sizes: Size
                 sizes.constants.add(size)
             elif not (same and dim != changed) and size not in sized:
                 sizes.derive(size)
+
+
+def _only_adds_dimensions(node: Node) -> bool:
+    """Whether a function takes all entries of a tensor, with more dimensions of size 1."""
+    if node.op != "__getitem__":
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(part is None or part is Ellipsis or part == slice(None) for part in index)
 
 
 def _changed_dim(node: Node, rank: int) -> int | None:

@@ -84,6 +84,12 @@ class TracingMode(TorchFunctionMode):
     def place(self) -> str:
         return self.open_calls[-1].path if self.open_calls else ""
 
+    @property
+    def switched(self) -> bool:
+        """Whether the forward has switched gradients or autocast."""
+        grads = torch.is_grad_enabled() != self.grad_enabled
+        return grads or autocasts(self.device) != self.autocast
+
     def call(self, forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
             with self:
@@ -116,7 +122,8 @@ class TracingMode(TorchFunctionMode):
             self.recording.has_cache = True
             if not any(leaf is cache for cache in self.caches):
                 self.caches.append(leaf)
-            self.stand_ins.append(CacheStandIn(leaf, self.update, self.keep))
+            is_first = leaf is self.caches[0]
+            self.stand_ins.append(CacheStandIn(leaf, self.update, self.keep, is_first))
             return self.stand_ins[-1]
         if not isinstance(leaf, Tensor):
             return leaf
@@ -201,7 +208,7 @@ class TracingMode(TorchFunctionMode):
             self.note_effect("decides by the numbers of entries", op, Tensor.__bool__, args)
             return False
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
-        node = Node(op, function, args, kwargs, self.place)
+        node = Node(op, function, args, kwargs, self.place, given=(args, kwargs))
         note_sizes(node, self.sizes)
         sized = sizes_in((node.args, node.kwargs))
         node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..attention.call import Call, Heads, Kernel, Result, request_of
+from ..attention.call import Call, Grads, Heads, Kernel, Result, request_of
 from ..attention.choice import KERNELS, expanded
 from ..kernels.launch import Recorded, recorded
 from ..torch_internals import memory_of, schema_of, storage_address
@@ -218,7 +218,7 @@ def _attention(plain: Kernel, counter: KernelCounter) -> Kernel:
         batch, heads, length, _ = x.q.shape
         output = x.q.new_empty(batch, length, heads, x.v.shape[-1]).transpose(1, 2)
         sums = x.q.new_empty(batch, heads, length, dtype=torch.float32)
-        counter.launch([*x, call.mask], [output, sums])
+        counter.launch([*x, call.mask, call.bias], [output, sums])
         return Result(output, sums)
 
     def backward(dy: Tensor, x: Heads, result: Result, call: Call) -> Any:
@@ -229,11 +229,14 @@ def _attention(plain: Kernel, counter: KernelCounter) -> Kernel:
         # In memory (batch, sequence, heads, size), as torch's kernels return them.
         grads = [t.new_empty(t.transpose(1, 2).shape).transpose(1, 2) for t in given]
         sinks = None if call.sinks is None else torch.empty_like(call.sinks)
-        counter.launch([dy, *given, result.output, result.logsumexp, call.mask], [*grads, sinks])
+        bias = None if call.bias is None or not call.bias_grad else torch.empty_like(call.bias)
+        read = dy, *given, result.output, result.logsumexp, call.mask, call.bias
+        counter.launch(read, [*grads, sinks, bias])
         kv_heads = x.k.shape[1]
         if given is not x:
             grads[1:] = [grad.unflatten(1, (kv_heads, -1)).sum(2) for grad in grads[1:]]
-        return *grads, sinks
+        dq, dk, dv = grads
+        return Grads(dq, dk, dv, sinks, bias)
 
     return plain._replace(forward=forward, backward=backward, reads_output=True)
 

@@ -51,9 +51,6 @@ def test_inputs_that_a_layer_returns_are_those_that_it_was_given() -> None:
         assert model.encoder.block[1](x, None, bias)[1] is bias
     assert "encoder.block.1" in paths(report(model))
     assert_equal_steps(step(model, **ids), want, 1e-5)
-    told = {entry.reason for entry in report(model).kept}
-    fell_back = {reason for entry in report(model).computed for reason, _ in entry.fell_back}
-    assert any("needs a gradient" in reason for reason in told | fell_back)
 
 
 @pytest.mark.parametrize("family", ["cohere", "glm", "gpt_neox", "llama"])

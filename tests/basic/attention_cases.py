@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "attended", "case_of", "grads_of", "mask_of", "slope", "split"]
+__all__ = ["Case", "attended", "bias_of", "case_of", "grads_of", "mask_of", "slope", "split"]
 
 
 class Case(NamedTuple):
@@ -24,6 +24,7 @@ class Case(NamedTuple):
         mask: which kind of mask; "" is none.
         ends: where sequences begin and end, if the row holds several.
         strided: whether the tensors are not contiguous.
+        bias: which kind of bias, a tensor that is given besides; "" is none.
         arguments: others of the operation.
     """
 
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     mask: str
     ends: tuple[int, ...] | None
     strided: bool
+    bias: str
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -53,6 +55,8 @@ class Case(NamedTuple):
             for name in ("causal", "scale", "window", "softcap", "alibi", "sinks")
         }
         own |= {"num_heads": self.heads, "num_kv_heads": self.kv_heads}
+        if self.bias:
+            own["core_attention_bias"] = True
         if not self.packed:
             return {**own, "layout": "separate"}
         return own if self.v_size == self.size else {**own, "v_head_dim": self.v_size}
@@ -71,6 +75,11 @@ MASKS = (
     "", "", "", "", "padding", "padding", "padding of one", "additive padding", "pairs",
     "pairs of heads", "additive", "additive of heads", "additive without a dimension", "nothing",
 )  # fmt: skip
+BIASES = {
+    "of heads": (1, 0, 0, 0), "whole": (0, 0, 0, 0), "of the batch": (0, 1, 0, 0),
+    "pairs": (0, 0), "of heads alone": (0, 0, 0), "of keys": (1, 1, 1, 0), "of queries": (0, 1),
+}  # fmt: skip
+"""By kind, the size of each dimension of a bias; 0 is that of the scores."""
 
 
 def case_of(seed: int) -> Case:
@@ -95,7 +104,19 @@ def case_of(seed: int) -> Case:
         r.choice([None, None, 1, 2, 3, max(1, keys), max(1, longest), max(1, longest - 1), 20]),
         r.choice([None, None, 0.8]), r.random() < 0.25, r.random() < 0.3,
         r.choice(MASKS) if ends is None or r.random() < 0.3 else "", ends, r.random() < 0.3,
+        r.choice([*BIASES]) if r.random() < 0.3 else "",
     )  # fmt: skip
+
+
+def bias_of(case: Case) -> Tensor | None:
+    """The bias, whose rows of a head may not lie side by side."""
+    if not case.bias:
+        return None
+    sizes = BIASES[case.bias]
+    full = (case.batch, case.heads, case.queries, case.keys)[-len(sizes) :]
+    shape = [size or n for size, n in zip(sizes, full)]
+    made = torch.randn(*shape[1:], shape[0], dtype=torch.float64).movedim(-1, 0)
+    return made if case.strided else made.contiguous()
 
 
 def mask_of(case: Case, dtype: torch.dtype = torch.float64) -> Tensor | None:
@@ -144,6 +165,7 @@ def attended(
     v: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The output, (batch, queries, heads * size of values)."""
     scale = case.size**-0.5 if case.scale is None else case.scale
@@ -169,6 +191,8 @@ def attended(
             s = case.softcap * torch.tanh(s / case.softcap)
         if case.alibi:
             s = s - slope(head, case.heads) * (position - key).abs().to(s)
+        if bias is not None:
+            s = s + bias.expand(seen.shape)[:, head]
         shown = seen[:, head]
         if mask is not None:
             own_mask = mask.expand(seen.shape)[:, head]

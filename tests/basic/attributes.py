@@ -286,6 +286,7 @@ CASES: dict[str, Case] = {
             "dropout_p": Change(0.5),
             "softcap": Change(0.3),
             "alibi": Change(True),
+            "core_attention_bias": ReadOnly(True),
             "kernel": Change("blockwise", neutral=True),
             "v_head_dim": Change(3),
         },

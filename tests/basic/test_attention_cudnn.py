@@ -131,7 +131,7 @@ class Masked(NamedTuple):
         return Case(
             self.packed, 2, self.queries, self.keys, 4, self.kv_heads, self.size,
             self.v_size or self.size, self.causal, None, None, None, False, self.sinks, "", None,
-            strided=not self.packed,
+            strided=not self.packed, bias="",
         )  # fmt: skip
 
 

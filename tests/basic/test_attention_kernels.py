@@ -1,5 +1,7 @@
 """Kernels of a GPU: their schemas and shapes without one, their numbers and choice on one."""
 
+# ruff: noqa: PLR0917  # the signatures are torch's
+
 from __future__ import annotations
 
 import warnings
@@ -38,6 +40,7 @@ class Mode(NamedTuple):
     in_fp32: tuple[str, ...]
 
 
+BIAS = {"core_attention_bias": True}
 SEPARATE = {"layout": "separate"}
 CROSS = {**SEPARATE, "causal": False}
 PLAIN = "cudnn", "flash", "efficient"
@@ -58,6 +61,13 @@ MODES = {
     "padding, sinks": Mode({"sinks": True}, (70, 70), "padding", PLAIN[::2], ("efficient",)),
     "padding, window": Mode({"window": 17}, (70, 70), "padding", ("efficient",), ("efficient",)),
     "mask": Mode(CROSS, (30, 70), "mask", ("efficient",), ("efficient",)),
+    "bias": Mode(BIAS, (70, 70), "bias", ("efficient",), ("efficient",)),
+    "bias, fewer queries": Mode(
+        {**SEPARATE, **BIAS}, (30, 70), "bias", ("efficient",), ("efficient",)
+    ),
+    "bias, padding, window": Mode(
+        {**BIAS, "window": 17}, (70, 70), "bias, padding", ("efficient",), ("efficient",)
+    ),
     "sequences": Mode({}, (70, 70), "sequences", PLAIN[1:], ("efficient",)),
     "sequences, window": Mode({"window": 9}, (70, 70), "sequences", PLAIN[1:], ("efficient",)),
     "sequences, sinks": Mode({"sinks": True}, (70, 70), "sequences", ("flash",), ("blockwise",)),
@@ -74,14 +84,16 @@ CASES = [
 def tensors(mode: Mode) -> list[Tensor]:
     queries, keys = mode.lengths
     batch = 1 if mode.keyword == "sequences" else 2
+    bias = [torch.randn(1, 4, queries, keys)] if "bias" in mode.keyword else []
     if mode.arguments.get("layout") != "separate":
-        return [torch.randn(batch, keys, 8 * DIM)]
-    return [torch.randn(batch, n, heads * DIM) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
+        return [torch.randn(batch, keys, 8 * DIM), *bias]
+    sizes = (queries, 4), (keys, 2), (keys, 2)
+    return [*(torch.randn(batch, n, heads * DIM) for n, heads in sizes), *bias]
 
 
 def keywords(mode: Mode) -> dict[str, Any]:
     queries, keys = mode.lengths
-    if mode.keyword == "padding":
+    if mode.keyword.endswith("padding"):
         seen = torch.ones(2, keys, dtype=torch.bool)
         seen[0, :9], seen[1, 50:] = False, False  # the first 9 queries of one see nothing
         return {"mask": seen}
@@ -304,3 +316,55 @@ def test_another_cudnn_is_warned_of_where_it_would_be_faster(
         assert "Attention runs without cuDNN, which would be faster. Two are" in str(
             told[0].message
         )
+
+
+class Efficient:
+    """A stand-in for torch's operators of the efficient kernel: their arguments, in plain torch.
+
+    It does not write the gradient of a bias for pairs that causality skips.
+    """
+
+    def _scaled_dot_product_efficient_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sums: bool, p: float, causal: bool, *,
+        scale: float,
+    ) -> Any:  # fmt: skip
+        assert sums
+        y, s = self.attended(q, k, v, bias, causal, scale)
+        return y, s.logsumexp(-1), torch.zeros(()), torch.zeros(())
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, y: Tensor, sums: Tensor,
+        seed: Tensor, offset: Tensor, p: float, wanted: list[bool], causal: bool, *, scale: float,
+    ) -> Any:  # fmt: skip
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
+        with torch.enable_grad():
+            grads = torch.autograd.grad(self.attended(*leaves, causal, scale)[0], leaves, dy)
+        hidden = torch.ones_like(bias, dtype=torch.bool).triu(1)
+        dbias = grads[3].masked_fill(hidden, torch.nan) if causal else grads[3]
+        return *grads[:3], dbias if wanted[3] else None
+
+    @staticmethod
+    def attended(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        assert q.shape[:2] == k.shape[:2]
+        assert bias.shape == (*q.shape[:3], k.shape[2])
+        assert (bias.dtype, bias.stride(3), bias.stride(2) % 16) == (q.dtype, 1, 0)
+        s = q @ k.mT * scale + bias
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if causal else s
+        blind = (s == -torch.inf).all(-1, keepdim=True)
+        return s.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ v, s
+
+
+@pytest.mark.parametrize("name", [name for name in MODES if "bias" in name])
+def test_gradients_of_a_bias_where_the_kernel_is_stood_in_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "_aten", Efficient())
+    monkeypatch.setattr(module, "choose", lambda *_: "efficient")
+    mode, op = MODES[name], make(MODES[name], None).double()
+    xs, words = [t.double() for t in tensors(mode)], keywords(mode)
+    dy = torch.randn(2, mode.lengths[0], 4 * DIM, dtype=torch.float64)
+    got = outcome(op, op, xs, words, dy)
+    want = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
+    torch.testing.assert_close(got, want)

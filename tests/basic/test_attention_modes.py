@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from opfuser import BasicLinear, DotProductAttention, MakeExtraOutput, Sequential
+from opfuser import BasicLinear, DotProductAttention, Linear, MakeExtraOutput, Sequential
 from opfuser.attention import blockwise
 from opfuser.basic import _attention_inputs as inputs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
@@ -23,6 +23,7 @@ from tests.basic.values import FOUR_UNITS, check_values, fill, held_to, saved_by
 
 def formula(op: DotProductAttention, *tensors: Tensor, **kwargs: Any) -> Tensor:
     """What a model in plain PyTorch would write, with one bias for all pairs of positions."""
+    *tensors, given = tensors if op.core_attention_bias else (*tensors, None)  # type: ignore[assignment]
     heads = inputs.split(tensors[0], op.settings) if len(tensors) == 1 else None
     q, k, v = heads or inputs.heads_of(*tensors, op.settings)  # type: ignore[call-arg, arg-type]
     k, v = (t.repeat_interleave(op.num_heads // op.num_kv_heads, 1) for t in (k, v))
@@ -32,6 +33,8 @@ def formula(op: DotProductAttention, *tensors: Tensor, **kwargs: Any) -> Tensor:
     bias = torch.zeros_like(i - j, dtype=q.dtype)
     if op.alibi:
         bias = bias - torch.tensor(slopes(op.num_heads)).to(q)[:, None, None] * (i - j).abs()
+    if given is not None:
+        bias = bias + given.to(q.dtype)
     seen = i >= j if op.causal else torch.ones_like(i >= j)
     if op.window is not None:
         seen = seen & ((i - j).abs() < op.window)
@@ -68,12 +71,13 @@ def slopes(heads: int) -> list[float]:
     return own + [2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
 
 
-PACKED = [(2, 9, 8 * 6)]
-LAST = [(2, 1, 4 * 6), (2, 9, 2 * 6), (2, 9, 2 * 6)]
-SEPARATE = [(2, 5, 4 * 6), (2, 9, 2 * 6), (2, 9, 2 * 3)]
+PACKED: list[tuple[int, ...]] = [(2, 9, 8 * 6)]
+LAST: list[tuple[int, ...]] = [(2, 1, 4 * 6), (2, 9, 2 * 6), (2, 9, 2 * 6)]
+SEPARATE: list[tuple[int, ...]] = [(2, 5, 4 * 6), (2, 9, 2 * 6), (2, 9, 2 * 3)]
 PADDING = torch.tensor([[True] * 9, [False] * 4 + [True] * 5])
 TREE = torch.tensor([[j in (0, i // 2, i) for j in range(9)] for i in range(9)])[None, None]
 FAR = -torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(3))
+BIAS = {"core_attention_bias": True}
 SEQUENCES = {"cu_seqlens": torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32), "max_seqlen": 4}
 
 
@@ -81,7 +85,7 @@ class Mode(NamedTuple):
     """Arguments, shapes of the inputs, keywords, and the kernel that takes it on a CPU."""
 
     arguments: dict[str, Any]
-    shapes: list[tuple[int, int, int]] = PACKED
+    shapes: list[tuple[int, ...]] = PACKED
     keywords: Mapping[str, Any] = MappingProxyType({})
     kernel: str = "blockwise"
 
@@ -108,11 +112,32 @@ MODES = {
     "additive mask": Mode({"softcap": 2.0}, keywords={"mask": FAR}),
     "additive mask of heads": Mode({}, keywords={"mask": FAR.reshape(1, 2, 9, 9)[0, [0, 1, 0, 1]]},
                                    kernel="cpu"),
+    "bias": Mode(BIAS, [*PACKED, (1, 4, 9, 9)], kernel="cpu"),
+    "bias, both directions": Mode({**BIAS, "causal": False}, [*PACKED, (2, 1, 9, 9)], kernel="cpu"),
+    "bias, padding": Mode({**BIAS, "causal": False}, [*PACKED, (1, 4, 9, 9)], {"mask": PADDING},
+                          "cpu"),
+    "bias, additive mask": Mode(BIAS, [*PACKED, (2, 4, 9, 9)], {"mask": FAR}, "cpu"),
+    "bias of keys": Mode(BIAS, [*PACKED, (4, 1, 9)], kernel="cpu"),
+    "bias, fewer queries": Mode({**BIAS, "layout": "separate"}, [*SEPARATE, (1, 4, 5, 9)]),
+    "bias, cross": Mode({**BIAS, "layout": "separate", "causal": False}, [*SEPARATE, (5, 9)]),
+    "bias, soft-capping, sinks": Mode({**BIAS, "softcap": 0.5, "sinks": True, "scale": 1.0},
+                                      [*PACKED, (1, 4, 9, 9)]),
+    "bias, ALiBi, window": Mode({**BIAS, "alibi": True, "window": 3}, [*PACKED, (1, 4, 9, 9)]),
+    "bias, sequences": Mode(BIAS, [(1, 9, 48), (4, 9, 9)], SEQUENCES),
     "sequences": Mode({}, [(1, 9, 48)], SEQUENCES),
     "sequences, both directions": Mode({"causal": False}, [(1, 9, 48)], SEQUENCES),
     "sequences, window": Mode({"window": 2, "sinks": True}, [(1, 9, 48)], SEQUENCES),
 }  # fmt: skip
-HALF_TOO = {"fewer queries", "size of values", "soft-capping", "sinks", "padding", "sequences"}
+HALF_TOO = {
+    "bias",
+    "bias, padding",
+    "fewer queries",
+    "size of values",
+    "soft-capping",
+    "sinks",
+    "padding",
+    "sequences",
+}
 
 
 def make(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor]]:
@@ -184,16 +209,46 @@ def test_same_as_scaled_dot_product_attention(name: str) -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_gradients_of_a_subset_of_the_inputs() -> None:
-    """Those of the others are not returned, and those of sinks not without need."""
-    mode = MODES["fewer queries"]._replace(arguments={"layout": "separate", "sinks": True})
-    for wanted in range(4):
-        op, tensors = make(mode)
+@pytest.mark.parametrize("layout", ["packed", "separate"])
+def test_gradients_of_a_subset_of_the_inputs(layout: str) -> None:
+    """Those of the others are not returned, and those of sinks and bias not without need."""
+    shapes = PACKED if layout == "packed" else SEPARATE
+    arguments = {"layout": layout, "sinks": True, **BIAS}
+    for wanted in range(len(shapes) + 2):
+        op, tensors = make(Mode(arguments, [*shapes, (4, 1, 9)]))
         leaves = [*tensors, op.sinks]
         for n, leaf in enumerate(leaves):
             leaf.requires_grad_(n == wanted)
         op(*tensors).sum().backward()
-        assert [leaf.grad is not None for leaf in leaves] == [n == wanted for n in range(4)]
+        assert [leaf.grad is not None for leaf in leaves] == [
+            n == wanted for n in range(len(leaves))
+        ]
+
+
+@pytest.mark.parametrize("mask", [None, PADDING, FAR], ids=["none", "bool", "numbers"])
+def test_a_bias_that_needs_no_gradient_is_left_to_the_kernel_of_masks(mask: Any) -> None:
+    op, (x, bias) = make(Mode(BIAS, [*PACKED, (1, 4, 9, 9)]))
+    given = {} if mask is None else {"mask": mask}
+    outcomes = []
+    for needs in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = op(leaf, bias.requires_grad_(needs), **given)
+        assert op.last_choice is not None
+        assert op.last_choice.kernel == ("blockwise" if needs else "cpu")
+        assert (
+            "cpu",
+            "it computes no gradient of a bias",
+        ) in op.last_choice.passed_over or not needs
+        outcomes.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaf)))
+    torch.testing.assert_close(*outcomes)
+
+
+def test_of_a_bias_no_more_is_kept_than_itself() -> None:
+    """Neither weights nor scores, nor what a mask of rows and the bias are together."""
+    op, (x, bias) = make(Mode({**BIAS, "causal": False}, [(2, 9, 48), (1, 4, 9, 9)]))
+    leaves = x.requires_grad_(), bias.requires_grad_()
+    saved = saved_by(lambda: op(*leaves, mask=PADDING))
+    assert sorted(t.numel() for t in saved) == sorted([x.numel(), bias.numel(), PADDING.numel()])
 
 
 def test_keys_and_values_from_channels() -> None:
@@ -301,6 +356,13 @@ SEPARATED = {"layout": "separate"}
         (SEPARATED, [(2, 5, 8), (2, 5, 8), (2, 4, 8)], "Queries must be floating"),
         (SEPARATED, [(2, 5, 8), (1, 5, 8), (1, 5, 8)], r"\(1, 5, 8\) of torch.float32"),
         (SEPARATED, [(2, 5, 8), (2, 5, 4), (2, 5, 8)], r"keys \(batch, keys, 4 \* head_dim\)"),
+        (
+            BIAS,
+            [(2, 5, 24), (4, 5, 4)],
+            r"The bias .* broadcasts to \(2, 4, 5, 5\).*\(4, 5, 4\) of",
+        ),
+        (BIAS, [(2, 5, 24), (3, 5, 5)], r"leading ones may be left out"),
+        (BIAS, [(2, 5, 24), (1, 2, 4, 5, 5)], r"\(1, 2, 4, 5, 5\) of torch.float32"),
     ],
 )
 def test_refuses_inputs(
@@ -460,3 +522,31 @@ def test_either_forward_of_a_subclass_counts(kind: Any, factor: int) -> None:
         torch.testing.assert_close(kind(2)(x, **keywords), want)
         got = Sequential(kind(2))(x, op_kwargs={0: keywords} if keywords else None)
         torch.testing.assert_close(got, want)
+
+
+def test_refuses_a_bias_of_integers() -> None:
+    op, x = DotProductAttention(4, core_attention_bias=True), torch.ones(2, 5, 24)
+    with pytest.raises(InputError, match=r"The bias must be floating point.*torch.int64"):
+        op(x, torch.ones(5, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["recorded", "compiled"])
+def test_a_bias_in_a_sequence(compiled: bool) -> None:
+    """In one call after another, with other numbers, with gradients of it and without."""
+    attention = DotProductAttention(2, **BIAS)
+    sequence: Any = Sequential(Linear(6, 36), attention, Linear(12, 6)).double()
+    call = torch.compile(sequence, backend="aot_eager", fullgraph=True) if compiled else sequence
+    for number in range(8):
+        x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+        bias = torch.randn(1, 2, 7, 7, dtype=torch.float64, requires_grad=number % 4 < 3)
+        leaves = [t for t in (x, bias, *sequence.parameters()) if t.requires_grad]
+        y = formula(attention, F.linear(x, sequence[0].weight, sequence[0].bias), bias)
+        want = F.linear(y, sequence[2].weight, sequence[2].bias)
+        dy = torch.randn_like(want)
+        got = call(x, bias)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy)
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(call(x, bias), want)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opfuser import DotProductAttention, KVCache
 from opfuser.attention import blockwise
-from opfuser.attention.call import Heads, Request, Result, request_of
+from opfuser.attention.call import Grads, Heads, Request, Result, request_of
 from opfuser.attention.choice import KERNELS
 from opfuser.attention.exported import EXPORTED
 from opfuser.basic import _attention_inputs as inputs
@@ -24,6 +24,7 @@ from tests.basic import attention_cudnn
 from tests.basic.attention_cases import (
     Case,
     attended,
+    bias_of,
     case_of,
     grads_of,
     mask_of,
@@ -47,15 +48,17 @@ def of_a_gpu(request: Request) -> Request:
     return request._replace(**dict(zip(names, on)))
 
 
-def exported_backward(dy: Tensor, x: Heads, r: Result, call: Any) -> list[Tensor]:
+def exported_backward(dy: Tensor, x: Heads, r: Result, call: Any) -> Grads:
     """torch's, as in an exported program."""
     with torch.enable_grad():
-        tensors = (*x, call.sinks)
+        tensors = (*x, call.sinks, call.bias)
         leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
         own = Heads(*leaves[:3])  # type: ignore[arg-type]
-        y = EXPORTED.forward(own, call._replace(sinks=leaves[3])).output
+        y = EXPORTED.forward(own, call._replace(sinks=leaves[3], bias=leaves[4])).output
         given = [t for t in leaves if t is not None]
-        return grads_of(y, dy, given)[1:] if y.requires_grad else [t * 0 for t in given]
+        grads = grads_of(y, dy, given)[1:] if y.requires_grad else [t * 0 for t in given]
+        found = iter(grads)
+        return Grads(*(None if t is None else next(found) for t in leaves))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -100,6 +103,7 @@ class Made(NamedTuple):
     tensors: list[Tensor]
     keywords: dict[str, Any]
     mask: Tensor | None
+    bias: list[Tensor]
 
 
 def made(case: Case, seed: int) -> Made:
@@ -115,13 +119,16 @@ def made(case: Case, seed: int) -> Made:
     if case.ends is not None:
         ends = torch.tensor(case.ends, dtype=torch.int32)
         keywords |= {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
-    return Made(op, tensors, keywords, mask)
+    bias = bias_of(case)
+    return Made(op, tensors, keywords, mask, [] if bias is None else [bias])
 
 
 def request_of_call(case: Case, op: DotProductAttention, given: Made) -> Request:
     heads = Heads(*split(case, given.tensors))
     words = inputs.Keywords(**given.keywords)
-    x, call, _ = inputs.prepare(heads, op.settings, words, op.sinks, 1.0, True)
+    bias = given.bias[0] if given.bias else None
+    added = inputs.Additions(sinks=op.sinks, bias=bias, bias_grad=bias is not None)
+    x, call, _ = inputs.prepare(heads, op.settings, words, added, 1.0, True)
     return request_of(x, call, True)
 
 
@@ -131,16 +138,17 @@ def test_values_and_gradients(kernel: str, takes: Any) -> None:
     while left:
         seed = next(seeds)
         case = case_of(seed)
-        given = op, tensors, keywords, mask = made(case, seed)
+        given = op, tensors, keywords, mask, bias = made(case, seed)
         if not taken(request_of_call(case, op, given)):
             continue
         left -= 1
-        leaves = [*(t.detach().requires_grad_() for t in tensors), *op.parameters()]
-        heads = split(case, leaves[: len(tensors)])
-        want = attended(case, *heads, mask, op.sinks)
+        own = [t.detach().requires_grad_() for t in (*tensors, *bias)]
+        leaves = [*own, *op.parameters()]
+        heads, added = split(case, own[: len(tensors)]), own[len(tensors) :]
+        want = attended(case, *heads, mask, op.sinks, *added)
         dy = torch.randn_like(want)
         call = op.reference if kernel == "reference" else op
-        y = call(*leaves[: len(tensors)], **keywords)
+        y = call(*own, **keywords)
         torch.testing.assert_close(
             grads_of(y, dy, leaves), grads_of(want, dy, leaves), rtol=1e-10, atol=1e-10,
             msg=lambda text, at=f"case {seed}: {case}": f"{text}\n{at}",
@@ -169,7 +177,8 @@ def test_cached_decoding(kernel: str, max_length: int | None, takes: Any) -> Non
     takes(kernel)
     for seed in range(60):
         r, whole = Random(seed), case_of(seed)._replace(ends=None)
-        op, tensors, _, _ = made(whole, seed)
+        whole = whole._replace(bias="") if kernel == "flex" else whole  # which it refuses
+        op, tensors, *_ = made(whole, seed)
         cache, at = KVCache(max_length), 0
         for new in parts(r, whole.keys):
             xs = [t[:, at : at + new] for t in tensors]
@@ -179,14 +188,16 @@ def test_cached_decoding(kernel: str, max_length: int | None, takes: Any) -> Non
                 queries = max(0, new + r.choice([-2, -1, 0, 0, 1, 4]))
                 step = step._replace(queries=queries)
                 xs[0] = torch.randn(step.shapes[0], dtype=torch.float64)
-            mask = mask_of(step)
+            mask, bias = mask_of(step), bias_of(step)
             given: dict[str, Any] = {"cache": cache}
             if mask is not None:
                 given["mask"] = with_room(mask, at, max_length)
+            added = [] if bias is None else [with_room(bias, at, max_length)]
             with torch.no_grad():
-                y = op(*xs, **given)
+                y = op(*xs, *added, **given)
             seen = [t[:, :at] for t in tensors]
-            want = attended(step, split(whole, xs)[0], *split(whole, seen)[1:], mask, op.sinks)
+            q, (_, k, v) = split(whole, xs)[0], split(whole, seen)
+            want = attended(step, q, k, v, mask, op.sinks, bias)
             torch.testing.assert_close(
                 y, want, rtol=1e-10, atol=1e-10,
                 msg=lambda text, at=f"case {seed}: {step}": f"{text}\n{at}",
@@ -218,10 +229,10 @@ def error_and_bound(case: Case, seed: int, kernel: str, on: torch.device) -> lis
 
     Twice the error of plain torch in bf16, and a unit in the last place.
     """
-    op, tensors, keywords, mask = made(case, seed)
+    op, tensors, keywords, mask, bias = made(case, seed)
     op = op.to(on, torch.bfloat16)
     op.kernel = kernel
-    tensors = [t.to(on, torch.bfloat16) for t in tensors]
+    count, tensors = len(tensors), [t.to(on, torch.bfloat16) for t in (*tensors, *bias)]
     if mask is not None:
         mask = mask.to(on) if mask.dtype == torch.bool else mask.to(on, torch.bfloat16)
         keywords["mask"] = mask
@@ -236,9 +247,9 @@ def error_and_bound(case: Case, seed: int, kernel: str, on: torch.device) -> lis
     found = [grads_of(y, dy, leaves)]
     for dtype in (torch.bfloat16, torch.float64):
         own = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        heads, sinks = split(case, own[: len(tensors)]), own[len(tensors) :]
+        heads, sinks = split(case, own[:count]), own[len(tensors) :]
         added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
-        z = attended(case, *heads, added, *sinks)
+        z = attended(case, *heads, added, next(iter(sinks), None), *own[count : len(tensors)])
         found.append(grads_of(z, dy.to(dtype), own))
     unit = torch.finfo(torch.bfloat16).eps
     return [
@@ -276,7 +287,7 @@ def test_slopes_are_as_wide_as_scores() -> None:
     for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
         x = Heads(*(torch.zeros(1, 9, 2, 8, dtype=dtype) for _ in range(3)))
         settings = DotProductAttention(9, alibi=True).settings
-        slopes = inputs.call_of(x, settings, 1.0, inputs.Constants()).slopes
+        slopes = inputs.call_of(x, settings, 1.0, inputs.Additions()).slopes
         assert slopes is not None
         assert slopes.dtype == wide
         exact = [slope(head, 9) for head in range(9)]

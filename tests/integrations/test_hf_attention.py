@@ -93,6 +93,27 @@ def test_caps_and_sinks_are_those_of_eager(family: str, sizes: dict[str, Any]) -
     assert_equal_steps(step(ours.train()), step(theirs.train()), rtol)
 
 
+@pytest.mark.parametrize("family", ["T5", "MT5", "UMT5"])
+def test_t5_trains_its_table_of_positions(family: str) -> None:
+    """Encoder, decoder and cross-attention, the first with padding."""
+    config_of = getattr(transformers, f"{family}Config")
+    found = []
+    for implementation in ("opfuser", "sdpa"):
+        torch.manual_seed(0)
+        config = config_of(
+            d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3, vocab_size=99, dropout_rate=0.0,
+            relative_attention_num_buckets=8, relative_attention_max_distance=6,
+            decoder_start_token_id=0, attn_implementation=implementation,
+        )  # fmt: skip
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config).double()
+        assert model.config._attn_implementation == implementation
+        model(input_ids=IDS, attention_mask=PADDED, labels=IDS[:, :5].contiguous()).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    ours, theirs = found
+    assert any("relative_attention_bias" in name for name in ours)
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_caches_hold_what_they_would(family: str) -> None:
     for implementation in ("static", "dynamic"):
@@ -146,15 +167,17 @@ def test_dropout_zeroes_weights_and_queries_may_be_of_one_row() -> None:
     assert y.std() > 0.01
 
 
-def test_biases_of_positions_are_added() -> None:
+def test_biases_of_positions_are_added_and_have_gradients() -> None:
     module: Any = nn.Module()
-    q, bias = torch.randn(2, 4, 3, 8), torch.randn(1, 4, 3, 3)
+    q, bias = torch.randn(2, 4, 3, 8), torch.randn(1, 4, 3, 3, requires_grad=True)
     mask = torch.tensor([[True, False, True], [False, True, True], [True, True, True]])
     mask = mask.expand(2, 1, 3, 3)
     scores = q @ q.mT * 0.5 + bias
     want = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ q
     y, _ = attention_forward(module, q, q, q, mask, scaling=0.5, position_bias=bias)
     torch.testing.assert_close(y, want.transpose(1, 2))
+    grads = [torch.autograd.grad(t.square().sum(), bias, retain_graph=True) for t in (y, want)]
+    torch.testing.assert_close(*grads)
     y, _ = attention_forward(module, q, q, q, None, scaling=0.5, position_bias=bias)
     hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
     want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ q
@@ -166,7 +189,7 @@ def test_biases_of_positions_are_added() -> None:
     [
         ({"output_attentions": True}, "output_attentions=True.*'eager'"),
         ({"cache": object()}, "a object.*'sdpa'"),
-        ({"position_bias": torch.zeros(1, 1, 3, 3, requires_grad=True)}, "needs a gradient"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3, requires_grad=True)}, "needs a gradient"),
         ({"attention_mask": torch.full((1, 1, 3, 3), -1e30)}, "Pass a bool mask"),
     ],
 )

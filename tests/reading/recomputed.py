@@ -99,30 +99,38 @@ def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> N
     inputs = example.inputs()
     theirs, cache = example.again(), example.again().cache()
     torch.manual_seed(0)  # for children that are called, and draw numbers
-    want = example.module(*theirs.args, **theirs.kwargs)
-    found = _tensors_in(want)
-    (want,) = [t for t in found if all(t is not x for x in inputs)] or found
+    found = _tensors_in(example.module(*theirs.args, **theirs.kwargs))
+    want = [t for t in found if all(t is not x for x in inputs)] or found
     torch.manual_seed(0)
     got = built(inputs, cache)
-    _assert_close("the output", got, want, rtol)
+    got = [*got] if len(want) > 1 else [got]
+    assert len(got) == len(want)
     for n, (ours, kept) in enumerate(zip(kept_in(cache), kept_in(theirs.cache()), strict=True)):
         _assert_close(f"what the cache keeps at {n}", ours, kept, rtol)
     if not torch.is_grad_enabled():
+        for number, (y, other) in enumerate(zip(got, want)):
+            _assert_close(f"output {number}", y, other, rtol)
         return
     leaves = [*inputs, *example.module.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    weights = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).cos().view(want.shape)
+    for number, (ours, theirs) in enumerate(zip(got, want)):
+        _assert_close(f"output {number}", ours, theirs, rtol)
+        assert ours.requires_grad == theirs.requires_grad, f"of output {number}"
+        if theirs.requires_grad:
+            _assert_close_gradients(f"output {number}", ours, theirs, leaves, rtol)
+
+
+def _assert_close_gradients(
+    what: str, got: Tensor, want: Tensor, leaves: list[Tensor], rtol: float
+) -> None:
+    weights = torch.arange(want.numel(), dtype=want.dtype).cos().view(want.shape)
     grads = [
-        torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True) for y in (got, want)
+        torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True, retain_graph=True)
+        for y in (got, want)
     ]
-    for n, (ours, theirs) in enumerate(zip(*grads)):
-        zero = torch.zeros_like(leaves[n])
-        _assert_close(
-            f"gradient {n}",
-            zero if ours is None else ours,
-            zero if theirs is None else theirs,
-            rtol,
-        )
+    for n, pair in enumerate(zip(*grads)):
+        ours, theirs = (torch.zeros_like(leaves[n]) if dx is None else dx for dx in pair)
+        _assert_close(f"gradient {n} of {what}", ours, theirs, rtol)
 
 
 def kept_in(cache: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from opfuser.applying.descriptions import children_called
 from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
 
@@ -38,10 +39,15 @@ def test_a_layer_that_is_not_explained_is_kept_with_the_reason() -> None:
     layer = layer_of(model_of("modernbert").eval())
     with pytest.raises(KeptError, match="opfuser has no operation that gates by gelu"):
         build(read_of(layer), layer.module)
-    decoder = nn.TransformerDecoderLayer(WIDTH, 4, 48, batch_first=True)
-    reason = "attends to another input by multi_head_attention_forward in 'multihead_attn'"
-    with pytest.raises(KeptError, match=reason):
-        read_of(Example(randomised(decoder), (stream(), stream())))
+
+
+def test_attention_to_another_input_by_torch_is_called() -> None:
+    decoder = nn.TransformerDecoderLayer(WIDTH, 4, 48, 0.0, batch_first=True)
+    given = stream().requires_grad_(), stream().requires_grad_()
+    reading = assert_recomputed(Example(randomised(decoder), given), whole=False)
+    ((path, reason),) = children_called(reading)
+    assert path == "multihead_attn"
+    assert reason == "attends to another input by multi_head_attention_forward in 'multihead_attn'"
 
 
 @pytest.mark.parametrize("name", OWN)

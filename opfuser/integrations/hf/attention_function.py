@@ -28,14 +28,14 @@ def register_attention() -> None:
     Models then take the name in ``from_pretrained``, ``from_config`` and
     ``set_attn_implementation``. Attention is computed by :class:`opfuser.DotProductAttention`, with
     what families pass: any number of key heads, dropout, soft-capping, sinks, masks that are bool
-    or added, biases of positions that need no gradient, several sequences in one row by
+    or added, biases of positions with their gradients, several sequences in one row by
     ``position_ids`` or by ``cu_seq_lens_q`` and ``max_length_q``. Windows and chunks are in the
     masks, which are those of ``"sdpa"``. A later call changes nothing.
 
     Raises:
         ImportError: transformers cannot be imported.
-        NotSupportedError: in calls of a model, for weights of attention, for paged caches, for
-            masks without exact gradients, and for biases of positions that need one.
+        NotSupportedError: in calls of a model, for weights of attention, for paged caches, and for
+            masks without exact gradients.
     """
     utils = importlib.import_module("transformers.modeling_utils")
     masks = importlib.import_module("transformers.masking_utils")
@@ -71,7 +71,7 @@ def attention_forward(
             None is what the module says of itself, else True.
         softcap: c; None or 0 is no cap.
         s_aux: (heads,), logits without a value.
-        position_bias: added to scores.
+        position_bias: added to scores; it gets a gradient.
         **kwargs: of which ``cu_seq_lens_q`` and ``max_length_q`` say where sequences begin in a
             row without a mask.
 
@@ -90,7 +90,7 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **given
         )
         return out
-    _check(attention_mask, position_bias, kwargs)
+    _check(attention_mask, kwargs)
     queries = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and queries > 1
@@ -107,17 +107,19 @@ def attention_forward(
         float(dropout),
         None if not softcap else float(softcap),
         sinks is not None,
+        position_bias is not None,
     )
     if sinks is not None and not torch.compiler.is_compiling():
         what += (threading.get_ident(),)  # as sinks are exchanged for a call
     _prepare(what)
     op = _operations[what]
-    keywords: dict[str, Any] = {"mask": _mask(attention_mask, position_bias)}
+    if position_bias is not None:
+        rows.append(position_bias)
+    keywords: dict[str, Any] = {} if attention_mask is None else {"mask": attention_mask}
     starts = kwargs.get("cu_seq_lens_q")
     if starts is not None and attention_mask is None and batch == 1:
         keywords["cu_seqlens"] = starts.to(torch.int32)
         keywords["max_seqlen"] = int(kwargs["max_length_q"])
-    keywords = {name: given for name, given in keywords.items() if given is not None}
     if sinks is None:
         y = op(*rows, **keywords)
     else:
@@ -131,12 +133,6 @@ def _rows(heads: Tensor, batch: int) -> Tensor:
     return heads.transpose(1, 2).flatten(2).expand(batch, -1, -1)
 
 
-def _mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
 # By what they are made with. torch.compile looks modules up, and makes none.
 _operations: dict[tuple[Any, ...], DotProductAttention] = {}
 
@@ -145,7 +141,7 @@ _operations: dict[tuple[Any, ...], DotProductAttention] = {}
 def _prepare(what: tuple[Any, ...]) -> None:
     """Makes an operation with these numbers of heads, causality, scale and so on."""
     if what not in _operations:
-        heads, kv_heads, causal, scale, dropout, softcap, sinks = what[:7]
+        heads, kv_heads, causal, scale, dropout, softcap, sinks, bias = what[:8]
         _operations[what] = DotProductAttention(
             heads,
             kv_heads,
@@ -155,11 +151,12 @@ def _prepare(what: tuple[Any, ...]) -> None:
             dropout_p=dropout,
             softcap=softcap,
             sinks=sinks,
+            core_attention_bias=bias,
             device="meta",
         )
 
 
-def _check(mask: Tensor | None, bias: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _check(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Refuses what would be left out, or would have other gradients.
 
     Raises:
@@ -171,8 +168,8 @@ def _check(mask: Tensor | None, bias: Tensor | None, kwargs: dict[str, Any]) -> 
     elif kwargs.get("cache") is not None:
         why, remedy = f"a {type(kwargs['cache']).__name__}", "Set attn_implementation='sdpa'"
     elif torch.is_grad_enabled():
-        if any(t is not None and t.requires_grad for t in (mask, bias)):
-            why, remedy = "a bias that needs a gradient", "Set attn_implementation='sdpa'"
+        if mask is not None and mask.requires_grad:
+            why, remedy = "a mask that needs a gradient", "Set attn_implementation='sdpa'"
         elif mask is not None and hides_queries(mask):
             why = "a mask that hides all keys of a query by large numbers, with gradients enabled"
             remedy = "Pass a bool mask, True where a key is seen, or hide keys by -inf"
@@ -180,7 +177,7 @@ def _check(mask: Tensor | None, bias: Tensor | None, kwargs: dict[str, Any]) -> 
         raise NotSupportedError(
             explain(
                 "Attention returns no weights, reads keys that it is given, and differentiates "
-                "queries, keys, values and sinks alone",
+                "queries, keys, values, sinks and biases of positions alone",
                 where=f"attn_implementation={NAME!r}",
                 received=why,
                 remedy=remedy,

@@ -1,0 +1,328 @@
+"""Models whose layers return several tensors, and read those of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import opfuser
+from opfuser.applying import report
+
+from ..reading.families import stream
+from ..reading.test_returned import Layer, Weighing
+from ..reading.tiny import WIDTH, model_of, randomised
+from .models import IDS, assert_equal_steps, paths, step
+from .test_compiled import Graphs
+
+Call = Callable[..., Any]
+
+
+class Passing(nn.Module):
+    """A feed-forward network that returns an input of its own in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 48),
+            nn.Linear(48, WIDTH),
+        )
+
+    def forward(self, x: Tensor, *, given: tuple[Tensor, ...]) -> Any:
+        y = x + self.down(torch.relu(self.up(self.norm(x))))
+        return given[1], [y, "input", given[0]], None
+
+
+class Stack(nn.Module):
+    """Layers of which the first makes a bias for all, and whose weights are penalised."""
+
+    def __init__(self, around: Call | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.passing = Passing()
+        self.around = around or (lambda module, *args: module(*args))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        bias, penalty = None, torch.zeros((), dtype=x.dtype)
+        for layer in self.layers:
+            x, bias, (nothing, weights), three = self.around(layer, x, mask, bias)
+            assert (nothing, three) == (None, 3)
+            penalty = penalty + weights.square().mean()
+        same, (x, text, other), nothing = self.passing(x, given=(mask, bias))
+        assert (text, nothing) == ("input", None)
+        return x + same.sum() + other.sum(), penalty
+
+
+def _step(model: nn.Module, call: Call | None = None) -> list[Tensor]:
+    """Outputs and gradients of a step whose loss reads everything that layers return."""
+    torch.manual_seed(0)
+    dtype = next(model.parameters()).dtype
+    x, mask = (stream(*shape).to(dtype).requires_grad_() for shape in ((2, 7, WIDTH), (2, 7, 7)))
+    model.zero_grad()
+    y, penalty = (model if call is None else call)(x, mask)
+    (y.float().square().mean() + 3 * penalty).backward()
+    grads = [x.grad, mask.grad, *(p.grad for p in model.parameters())]
+    return [y.detach(), penalty.detach(), *(g for g in grads if g is not None)]
+
+
+def _pair(**how: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = randomised(Stack(**how))
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    return model, plain
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2", "passing"]
+
+
+def _checkpointed(module: nn.Module, *args: Any) -> Any:
+    return checkpoint(module, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("around", [None, _checkpointed])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_flow_through_all_that_layers_return(around: Call | None, training: bool) -> None:
+    model, plain = _pair(around=around)
+    for _ in range(2):
+        assert_equal_steps(_step(model.train(training)), _step(plain.train(training)))
+    assert paths(report(model)) == LAYERS
+    entry = report(model).computed[0]
+    assert [path for path, _ in entry.called] == ["attention"]
+
+
+def _reentrant(module: nn.Module, x: Tensor, mask: Tensor, bias: Any) -> Any:
+    def first(*args: Any) -> tuple[Tensor, ...]:
+        x, bias, (_, weights), _ = module(*args)
+        return x, bias, weights
+
+    x, bias, weights = checkpoint(first, x, mask, bias, use_reentrant=True)
+    return x, bias, (None, weights), 3
+
+
+def test_layers_in_a_reentrant_checkpoint() -> None:
+    model, plain = _pair(around=_reentrant)
+    for _ in range(2):
+        assert_equal_steps(_step(model), _step(plain))
+    assert paths(report(model)) == LAYERS
+
+
+def test_layers_under_autocast() -> None:
+    model, plain = _pair()
+    exact = _step(plain)
+    for m in (model, plain):
+        m.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = _step(model), _step(plain)
+    for ours, theirs, right in zip(got, want, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        errors = [(y.double() - right).norm() for y in (ours, theirs)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-3 * right.norm()
+    assert paths(report(model)) == LAYERS
+
+
+def test_what_is_not_asked_for_costs_no_graph() -> None:
+    model, plain = _pair()
+    x, mask = stream(2, 7, WIDTH), stream(2, 7, 7)
+    with torch.no_grad():
+        got, want = model(x, mask), plain(x, mask)
+    for ours, theirs in zip(got, want, strict=True):
+        assert not ours.requires_grad
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(lambda m, args, out: (out[0], None, None, out[3]), id="less"),
+        pytest.param(lambda m, args, out: (out[0], 2 * out[1], None, out[3]), id="others"),
+    ],
+)
+def test_what_hooks_of_a_child_return_is_handed_on(hook: Any) -> None:
+    model, plain = _pair()
+    x = stream(2, 7, WIDTH)
+    for m in (model, plain):
+        m.layers[0].attention.register_forward_hook(hook)
+    for _ in range(2):
+        got, want = (m.layers[0](x) for m in (model, plain))
+        for ours, theirs in zip((*got[:2], got[2][1]), (*want[:2], want[2][1]), strict=True):
+            assert (ours is None) == (theirs is None)
+            torch.testing.assert_close(ours, theirs) if ours is not None else None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+def test_under_torch_compile() -> None:
+    torch.compiler.reset()
+    model, plain = _pair()
+    graphs = Graphs()
+    call = torch.compile(model, backend=graphs, fullgraph=True)
+    for _ in range(2):
+        assert_equal_steps(_step(model, call), _step(plain))
+    # Layers call what is kept, so that their parts are computed; what returns inputs is whole.
+    assert graphs.sequences == [2 * 3 + 1]
+    assert "passing" in paths(report(model))
+    torch.compiler.reset()
+
+
+def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = randomised(Passing())
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    graphs = Graphs()
+    call = torch.compile(model, backend=graphs, fullgraph=True)
+    x, other = stream(2, 7, WIDTH), stream(3)
+    for given in ((x, other), (other, x), (other, other)):
+        got, want = call(x, given=given), plain(x, given=given)
+        assert got[0] is given[1]
+        assert got[1][1:] == ["input", given[0]]
+        assert got[1][2] is given[0]
+        torch.testing.assert_close(got[1][0], want[1][0])
+    assert graphs.sequences == [1, 1, 1]
+    torch.compiler.reset()
+
+
+class Switches(nn.Module):
+    """Calls a child that computes something without gradients, perhaps without gradients itself."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.norm, self.linear, self.around = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), around
+        self.child = Detaches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(self.norm(x))
+        with torch.set_grad_enabled(not self.around):
+            y = self.child(h)
+        return torch.relu(self.linear(h + y))
+
+
+class Detaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.linear(x).cos()
+        return x * scale.sin()
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_children_are_called_in_the_mode_of_the_module_or_it_is_kept(around: bool) -> None:
+    torch.manual_seed(0)
+    plain = randomised(Switches(around))
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    results = []
+    for m in (model, plain):
+        torch.manual_seed(0)
+        y = m(stream(2, 7, WIDTH).requires_grad_())
+        results.append([y, *torch.autograd.grad(y.sum(), [*m.parameters()], allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+    kept = {entry.path: entry.reason for entry in report(model).kept}
+    assert ("" in paths(report(model))) == (not around)
+    if around:
+        assert kept[""] == "calls 'child' with gradients or autocast switched"
+
+
+FAMILIES = "bloom codegen gpt_neo gptj mpt persimmon t5".split()
+
+
+def _family(name: str) -> tuple[Any, Any, dict[str, Tensor]]:
+    """(a model after apply, one like it, a call of them with padding)."""
+    model, plain = (model_of(name, "eager", use_cache=False) for _ in range(2))
+    opfuser.apply(model)
+    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    others = {"decoder_input_ids": IDS.flip(1)} if name == "t5" else {}
+    return model, plain, {"attention_mask": mask, **others}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_families_whose_layers_return_several_tensors(name: str, training: bool) -> None:
+    model, plain, given = _family(name)
+    for others in (given, given, {**given, "attention_mask": None}):
+        got, want = (step(m.train(training), **others) for m in (model, plain))
+        assert_equal_steps(got, want, 1e-5)
+    layers = [p for p in paths(report(model)) if p.rpartition(".")[2].isdecimal()]
+    assert len(layers) == (4 if name == "t5" else 2)
+
+
+def _assert_equal_attentions(got: Any, want: Any) -> None:
+    names = [name for name in want if "attentions" in name]
+    assert names
+    for name in names:
+        for ours, theirs in zip(got[name], want[name], strict=True):
+            assert ours.shape == theirs.shape
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attentions_that_are_asked_for_are_the_same(name: str) -> None:
+    model, plain, given = _family(name)
+    given = {"input_ids": IDS, **given}
+    for m in (model, plain):  # and after calls without them
+        m(**given)
+    for _ in range(2):
+        got, want = (m(**given, output_attentions=True) for m in (model, plain))
+        _assert_equal_attentions(got, want)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+        (first, *_), (other, *_) = (
+            out["attentions" if "attentions" in out else "encoder_attentions"]
+            for out in (got, want)
+        )
+        assert first.requires_grad == other.requires_grad
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"t5"}))
+@pytest.mark.parametrize("grad", [True, False])
+def test_with_caches(name: str, grad: bool) -> None:
+    model, plain, _ = _family(name)
+    results = []
+    for m in (model.eval(), plain.eval()):
+        m.config.use_cache = True
+        with torch.set_grad_enabled(grad):
+            first = m(input_ids=IDS)
+            second = m(input_ids=IDS[:, :2], past_key_values=first.past_key_values)
+            third = m(input_ids=IDS[:, :1], past_key_values=second.past_key_values)
+        results.append([out[0] for out in (first, second, third)])
+        assert third.past_key_values.get_seq_length() == IDS.shape[1] + 3
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_weights_of_attention_under_torch_compile() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = randomised(Weighing())
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    graphs = Graphs()
+    call = torch.compile(model, backend=graphs, fullgraph=True)
+    results = []
+    for each in (call, plain):
+        torch.manual_seed(1)
+        x = stream(2, 7, WIDTH).requires_grad_()
+        y, weights = each(x)
+        weight = model.qkv.weight if each is call else plain.qkv.weight
+        loss = y.square().mean() + (weights * stream(2, 4, 7, 7)).sum()
+        results.append([y, weights, *torch.autograd.grad(loss, [x, weight])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert graphs.sequences == [1]
+    torch.compiler.reset()
