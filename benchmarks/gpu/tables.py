@@ -19,6 +19,7 @@ TITLES = {
     "overlap": "Gradients of weights on a stream of their own",
     "model": "Models",
     "hugging_face": "Models of transformers",
+    "hugging_face_layers": "Layers of transformers",
     "small": "Small models",
     "replay": "Replayed calls",
     "host": "Host time",
@@ -83,7 +84,9 @@ def cell(row: Row, part: str) -> str:
         )
     if row.get("peak_bytes"):
         extras.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak")
-    if part in ("blocks", "model", "hugging_face") and row.get("saved_bytes"):
+    if part.startswith(("blocks", "model", "hugging_face")) and row.get(
+        "saved_bytes"
+    ):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
 

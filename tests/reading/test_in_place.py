@@ -114,6 +114,21 @@ def twice(self: Layers, x: Tensor) -> Tensor:
     return x + y
 
 
+def seen_behind(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., :5].copy_(self.a(x)[..., :5])
+    y[..., 5:].copy_(self.b(x)[..., 5:])
+    return x + torch.cat([y.mT.mT[..., :9], y[..., 9:]], -1)
+
+
+def written_behind(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., :5].copy_(self.a(x)[..., :5])
+    y[..., 5:].copy_(self.b(x)[..., 5:])
+    y[..., :9].mul_(2.0)
+    return x + y
+
+
 READ: dict[str, Callable[..., Tensor]] = {
     "sum": summed,
     "residual": residual,
@@ -124,6 +139,7 @@ READ: dict[str, Callable[..., Tensor]] = {
     "ReLU": lambda self, x: self.b(F.relu(self.a(x), inplace=True)),
     "SiLU": lambda self, x: self.b(F.silu(self.a(x), inplace=True)),
     "parts": parts(5, WIDTH),
+    "views of parts, side by side": seen_behind,
     "many parts": parts(3, 9, 20, WIDTH),
     "a part after the next": after_the_next,
     "a part twice": twice,
@@ -229,6 +245,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "a view of parts": (with_a_view, _EMPTY),
     "a part of itself": (of_its_own_part, _EMPTY),
+    "parts that are written to behind": (written_behind, _EMPTY),
     "another function": (lambda self, x: self.a(x).exp_(), "writes in place by exp_"),
     "alpha": (lambda self, x: self.a(x).add_(x, alpha=2), "computes add"),
 }
