@@ -344,7 +344,12 @@ def _masks_of(values: Values, core: _Core) -> tuple[Mask, ...]:
     """
     found = []
     for v, factor in core.masks:
+        # Of a larger number it would not be seen that it hides keys.
+        if factor != 1 and not (0 < factor < 1 and v.meta.is_floating_point()):
+            raise KeptError(computed(v, "scales a mask of attention, made by"))
         for mask in _parts_of(values, v):
+            if factor != 1 and mask.lowest is not None:
+                raise KeptError(computed(v, "scales a mask of attention, made by"))
             folded = core.folded if len(mask.shape) == 3 else 0
             found.append(replace(mask, factor=factor, folded=folded))
     dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
