@@ -380,6 +380,9 @@ def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made
     """
     added = _Added([], [])
     for v, factor in core.masks:
+        # Of a larger number it would not be seen that it hides keys.
+        if factor != 1 and not (0 < factor < 1 and v.meta.is_floating_point()):
+            raise KeptError(computed(v, "scales a mask of attention, made by"))
         _add_parts(values, v, factor, core.folded, added)
     inputs = values.dataflow.inputs
     hiding = [m for m in added.masks if m.lowest is not None]
@@ -418,6 +421,8 @@ def _add_parts(values: Values, v: Value, factor: float, folded: int, added: _Add
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
         lowest = torch.finfo(v.meta.dtype).min
         if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
+            if factor != 1:
+                raise KeptError(computed(v, "scales a mask of attention, made by"))
             _add_parts(values, args[1], factor, folded, added)
             added.count += 1
             if _is_causal(values, args[0]):
