@@ -377,10 +377,7 @@ class _Grammar:
         )
 
     def experts(self, v: Value, base: Value | None) -> Step | None:
-        found = experts_of(self.values, v)
-        if found is None:
-            return None
-        return Step((found.experts,), found.x, once=(found.router,), written=found.written)
+        return experts_of(self.values, v)
 
     def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):
