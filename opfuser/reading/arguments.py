@@ -71,6 +71,7 @@ index_add: input, dim, index, source, alpha=1
 arange zeros_like empty_like: input, dtype=None, device=None
 grouped_mm: input, mat_b, offs=None, bias=None, out_dtype=None
 addmm: input, mat1, mat2, *, beta=1, alpha=1
+baddbmm: input, batch1, batch2, *, beta=1, alpha=1
 linear: input, weight, bias=None
 embedding: input, weight, padding_idx=None, max_norm=None, norm_type=2.0, \
 scale_grad_by_freq=False, sparse=False

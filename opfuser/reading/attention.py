@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,6 +67,7 @@ class AttentionFound:
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
+        sequence_first: whether rows are those of a sequence of batches, as ``tokens`` says.
     """
 
     attention: Attention
@@ -76,6 +78,7 @@ class AttentionFound:
     memory_steps: tuple[Operation, ...]
     tokens: tuple[int, int]
     once: tuple[Node, ...]
+    sequence_first: bool = False
 
 
 def attention_of(
@@ -87,22 +90,24 @@ def attention_of(
         KeptError: something about it is not explained.
     """
     joined = source_of(values, v)
-    core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
-    if joined is None or core is None:
+    places = None if joined is None else _by_head(joined, v)
+    core = None if joined is None or places is None else _core_of(values, joined)
+    if joined is None or places is None or core is None:
         return None
-    shares = _is_shared(v, joined, core)
-    places = indices_like(joined).long()
-    in_order = places.flatten() if shares else places.transpose(1, 2).flatten()
-    if not torch.equal(origin_of(v, joined).flatten(), in_order):
-        raise KeptError(computed(v, "joins heads in an unknown order by"))
+    shares, count = _is_shared(v, joined, core), places.shape[1]
+    sequence_first, *either = _orders_of(v, joined, places, shares)
     once = _nodes(joined) if core.dropout_p else ()
     k_value, v_value, update = core.k, core.v, _update_of(values, core)
     if update is not None:
         k_value, v_value, once = *update.args, (*once, update)
     transposed = core.transposed and update is None
-    q = heads_of(values, core.q, projected, shares=shares)
-    k = heads_of(values, k_value, projected, transposed=transposed)
-    u = heads_of(values, v_value, projected)
+    order: Any = {"count": count, "sequence_first": sequence_first}
+    q = heads_of(values, core.q, projected, shares=shares, **order)
+    if either:
+        rows = q.sources[0].shape[:-1]
+        order["sequence_first"] = sequence_first = rows == q.tokens[::-1] != q.tokens
+    k = heads_of(values, k_value, projected, transposed=transposed, **order)
+    u = heads_of(values, v_value, projected, **order)
     if u.steps or u.scale != 1:
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
     is_cross = k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
@@ -114,7 +119,7 @@ def attention_of(
         raise KeptError("turns the last entries of keys that a cache keeps")
     queries, keys = [q], [replace(f, columns=_distinct(f)) for f in (k, u)]
     heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
-    masks = _masks_of(values, core.masks)
+    masks = _masks_of(values, core.masks, count)
     if core.q.requires_grad and any(mask.lowest is not None for mask in masks):
         # Kernels have no exact gradients of rows all of whose keys are hidden by numbers.
         raise KeptError("hides keys by large numbers of its own, with gradients enabled")
@@ -144,13 +149,47 @@ def attention_of(
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
     else:
         (sources, steps), memory = _packed(queries), _packed(keys)
-    return AttentionFound(attention, steps, branches, sources, *memory, q.tokens, once)
+    return AttentionFound(
+        attention,
+        steps,
+        branches,
+        sources,
+        *memory,
+        q.tokens[::-1] if sequence_first else q.tokens,
+        once,
+        sequence_first,
+    )
+
+
+def _orders_of(v: Value, joined: Value, places: Tensor, shares: bool) -> list[bool]:
+    """Whether rows are of (s, b): False, True, or if one of these is 1, both.
+
+    Raises:
+        KeptError: heads are joined in another way.
+    """
+    orders = [places] if shares else [places.transpose(1, 2), places.permute(2, 0, 1, 3)]
+    got = origin_of(v, joined).flatten()
+    found = [bool(n) for n, order in enumerate(orders) if torch.equal(got, order.flatten())]
+    if not found:
+        raise KeptError(computed(v, "joins heads in an unknown order by"))
+    return found
+
+
+def _by_head(joined: Value, v: Value) -> Tensor | None:
+    """The places of the entries of heads (b, h, s, d) or (b h, s, d), which a value joins."""
+    places = indices_like(joined).long()
+    if places.dim() == 3 and v.shape:
+        count = v.shape[-1] // joined.shape[-1]
+        places = places.unflatten(0, (-1, count)) if count and not len(places) % count else places
+    return places if places.dim() == 4 else None
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
     masked = any(mask.shape[-2:-1] != (1,) for mask in core.masks)
-    alone = joined.shape[2] > 1 and math.prod(v.shape[:-1]) == joined.shape[0]
+    if len(joined.shape) != 4 or joined.shape[2] == 1:
+        return False
+    alone = math.prod(v.shape[:-1]) == joined.shape[0]
     return alone and not core.causal and not masked and core.sinks is None
 
 
@@ -209,7 +248,12 @@ def _core_of(values: Values, v: Value) -> _Core | None:
         scores, mask = args if _is_input(values, args[1]) else args[::-1]
         summed.insert(0, mask)
         op, args = values.term(scores)
-    core = _scores_of(values, scores)
+    if op == "baddbmm":
+        mask, q, k = args
+        core = _Core(q, k, k, True, 1.0)
+        summed.insert(0, mask)
+    else:
+        core = _scores_of(values, scores)
     return replace(core, v=u, dropout_p=p, masks=tuple(summed), sinks=name)
 
 
@@ -268,46 +312,64 @@ def _is_input(values: Values, v: Value) -> bool:
     return source is not None and source.origin == "input"
 
 
-def _masks_of(values: Values, summed: tuple[Value, ...]) -> tuple[Mask, ...]:
+def _masks_of(values: Values, summed: tuple[Value, ...], heads: int) -> tuple[Mask, ...]:
     """The masks whose sum is added to scores, or the one bool mask that there is.
 
     Raises:
         KeptError: one is not an input, or they are joined in another way.
     """
-    found = [mask for v in summed for mask in _parts_of(values, v)]
+    found = [mask for v in summed for mask in _parts_of(values, v, heads)]
     dtypes = [values.dataflow.inputs[mask.input].meta.dtype for mask in found]
     if len(found) > 1 and any(
-        (dtype == torch.bool) != (mask.lowest is not None) for mask, dtype in zip(found, dtypes)
+        (dtype == torch.bool) != (mask.lowest is not None or mask.hides)
+        for mask, dtype in zip(found, dtypes)
     ):
         raise KeptError("adds masks of attention that are not all numbers")
     return tuple(found)
 
 
-def _parts_of(values: Values, v: Value) -> list[Mask]:
+def _parts_of(values: Values, v: Value, heads: int) -> list[Mask]:
     """The inputs that a mask is the sum of, or that choose between another one and a number."""
     op, args = values.term(v)
     if op == "add" and isinstance(args[1], Value):
-        return [part for a in args for part in _parts_of(values, a)]
+        return [part for a in args for part in _parts_of(values, a, heads)]
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
         lowest = torch.finfo(v.meta.dtype).min
         if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
             return [
-                *_parts_of(values, args[1]),
-                replace(_mask_of(values, args[0]), lowest=lowest),
+                *_parts_of(values, args[1], heads),
+                replace(_mask_of(values, args[0], heads), lowest=lowest),
             ]
-    return [_mask_of(values, v)]
+    return [_mask_of(values, v, heads)]
 
 
-def _mask_of(values: Values, v: Value) -> Mask:
-    """The input that a mask is."""
-    mask = source_of(values, v)
-    if mask is None or mask.origin != "input":
-        raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
+def _mask_of(values: Values, v: Value, heads: int) -> Mask:
+    """The input that a mask is, broadcast to (b, h, s, s) or (b h, s, s)."""
+    source = source_of(values, v)
+    mask = source if source is None else _hiding(values, source)
+    if source is None or mask is None or mask.origin != "input":
+        raise KeptError(f"{computed(v if source is None else source)}, in the mask of attention")
     if mask.requires_grad:
         raise KeptError("has a bias of attention that needs a gradient")
-    if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
-        raise KeptError(computed(v, "rearranges its mask by"))
-    return Mask(values.dataflow.inputs.index(mask), mask.shape)
+    places, got = indices_like(source).long(), origin_of(v, source)
+    got = got.unflatten(0, (-1, heads)) if got.dim() == 3 and not len(got) % heads else got
+    for of_keys in (False, True)[: places.dim()]:
+        want = places[:, None, None] if of_keys else places
+        with suppress(RuntimeError):  # of shapes that do not broadcast
+            if torch.equal(got, want.expand(got.shape)):
+                number = values.dataflow.inputs.index(mask)
+                return Mask(number, mask.shape, mask is not source, of_keys)
+    if v is mask:
+        raise KeptError("has a mask of attention for batch and heads in one dimension")
+    raise KeptError(computed(v, "rearranges its mask by"))
+
+
+def _hiding(values: Values, v: Value) -> Value:
+    """The bool mask where a value is -inf, which is 0 elsewhere; or itself."""
+    op, args = values.term(v)
+    if op != "masked_fill" or args[2:] != (-math.inf,) or args[1].shape != v.shape:
+        return v
+    return args[1] if values.term(args[0]).op == "zeros_like" else v
 
 
 def _sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:

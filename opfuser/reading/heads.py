@@ -75,6 +75,8 @@ def heads_of(
     *,
     transposed: bool = False,
     shares: bool = False,
+    count: int = 0,
+    sequence_first: bool = False,
 ) -> HeadsFound:
     """Where heads come from, and what was done to them.
 
@@ -84,13 +86,17 @@ def heads_of(
         projected: the input of a projection, of what it returns; None for others.
         transposed: as products with keys read them.
         shares: whether they are (b, g, h, d), of one token each, h of them beside a head of keys.
+        count: of heads, if these are (b h, s, d).
+        sequence_first: whether rows are those of (s, b, columns).
 
     Raises:
         KeptError: something happened to them besides norms, rotary positions and a factor.
     """
-    if len(v.shape) != 4:
-        raise KeptError(computed(v, "attends to heads without four dimensions, by"))
     places = indices_like(v).long()
+    if count and len(v.shape) == 3:
+        places = places.unflatten(0, (-1, count))
+    if places.dim() != 4:
+        raise KeptError(computed(v, "attends to heads without four dimensions, by"))
     places = places.mT if transposed else places
     places = places.flatten(1, 2).unsqueeze(2) if shares else places
     tokens = places.shape[0], places.shape[2]
@@ -107,7 +113,7 @@ def heads_of(
         scale *= factor
         steps += [piece.turn] if piece.turn else []
         if found is None:
-            columns = _columns(places, sources)
+            columns = _columns(places.transpose(0, 2) if sequence_first else places, sources)
             whole = HeadsFound(sources, inputs, tokens, columns, tuple(steps[::-1]), scale)
             if whole.order and len(steps) > 1:
                 raise KeptError(computed(v, "normalises heads, and turns their last entries by"))
