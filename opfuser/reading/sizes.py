@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["Size", "Sizes", "function_of", "plain"]
@@ -62,11 +63,17 @@ class Sizes:
             size: that its result has.
             text: the expression that the size was asked for by, if it was.
         """
-        if size in self.constants:
-            if text:
-                self.note(f"{text} == {size}", True)
-        elif not text or self._texts.setdefault(size, text) != text:
+        if not text or self._texts.setdefault(size, text) != text:
             self._derived.add(size)
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """The time of a function that computes the same for any sizes: nothing is noted of it."""
+        noted = self.constants, self._texts, self._derived, self._guards
+        self.constants, self._texts = set(self.constants), dict(self._texts)
+        self._derived, self._guards = set(self._derived), dict(self._guards)
+        yield
+        self.constants, self._texts, self._derived, self._guards = noted
 
     def varying(self, shape: Iterable[int]) -> list[int]:
         """The sizes in a shape that may differ, in order of their values."""

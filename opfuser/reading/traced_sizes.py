@@ -59,7 +59,8 @@ def note_sizes(node: Node, sizes: Sizes) -> None:
 
     def note(leaf: Any) -> None:
         if isinstance(leaf, Size):
-            if op not in _SIZED or leaf is filled:
+            # Of a constant, nothing more is noted.
+            if op not in _SIZED or leaf is filled or plain(leaf) in sizes.constants:
                 sizes.fix(leaf)
         elif op in _SIZED and type(leaf) is int and leaf > 0:
             sizes.fix(leaf)

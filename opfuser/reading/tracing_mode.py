@@ -184,7 +184,7 @@ class TracingMode(TorchFunctionMode):
     ) -> Any:
         if function is _COMPOSITE:
             self.note_function(function.__name__, function)
-            with self:
+            with self, self.sizes.ignored():
                 return opened(function)(*args, **(kwargs or {}))
         # What this does, and a function of torch inside, is no part of the forward.
         profile = sys.getprofile()

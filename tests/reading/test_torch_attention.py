@@ -85,6 +85,19 @@ def test_masks(
     assert sorted(attention.masks, key=lambda m: m.input) == wanted
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 7), (5, 7)]
+)  # of which one has a size that torch's code names
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_trace_holds_for_all_sizes(
+    need_weights: bool, batch_first: bool, shape: tuple[int, int]
+) -> None:
+    given = masks(*(shape if batch_first else shape[::-1]), "bool")
+    module = Attends(batch_first, need_weights=need_weights)
+    assert trace(module, (stream(*shape, WIDTH), *given), {}).guards == ()
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_a_mask_for_each_head_is_kept(need_weights: bool) -> None:
     module = Attends(need_weights=need_weights)
