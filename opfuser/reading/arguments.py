@@ -34,6 +34,10 @@ _SAME = {
     "swapaxes": "transpose",
     "swapdims": "transpose",
     "clip": "clamp",
+    "greater": "gt",
+    "__gt__": "gt",
+    "__eq__": "eq",
+    "__floordiv__": "floor_divide",
     "view_as": "reshape_as",
     "view": "reshape",
 }

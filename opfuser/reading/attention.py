@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,6 @@ class _Core:
         scale: of the scores, besides factors of q and k.
         masks: what is added to the scores, each with its factor.
         weights: the result of softmax; None if it is not seen.
-        folded: how many heads the first dimension holds besides the batch; 0 if it holds none.
     """
 
     q: Value
@@ -49,7 +49,6 @@ class _Core:
     masks: tuple[tuple[Value, float], ...] = ()
     sinks: str | None = None
     weights: Value | None = None
-    folded: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,7 @@ class AttentionFound:
         once: the nodes that draw random numbers or update a cache.
         latents: what the branches of keys and values take; None if that are the sources.
         returned: weights that the module returns.
+        sequence_first: whether rows are those of a sequence of batches, as ``tokens`` says.
     """
 
     attention: Attention
@@ -80,6 +80,7 @@ class AttentionFound:
     once: tuple[Node, ...]
     latents: LatentsFound | None = None
     returned: frozenset[Value] = frozenset()
+    sequence_first: bool = False
 
 
 def attention_of(
@@ -91,35 +92,37 @@ def attention_of(
         KeptError: something about it is not explained.
     """
     joined = source_of(values, v)
-    core = None if joined is None or len(joined.shape) not in (3, 4) else _core_of(values, joined)
-    if joined is None or core is None or (len(joined.shape) == 3 and not core.folded):
+    places = None if joined is None else _by_head(joined, v)
+    core = None if joined is None or places is None else _core_of(values, joined)
+    if joined is None or places is None or core is None:
         return None
-    shares = _is_shared(v, joined, core)
-    places = _unfolded(indices_like(joined).long(), core.folded)
-    in_order = places.flatten() if shares else places.transpose(1, 2).flatten()
-    if not torch.equal(origin_of(v, joined).flatten(), in_order):
-        raise KeptError(computed(v, "joins heads in an unknown order by"))
+    shares, count = _is_shared(v, joined, core), places.shape[1]
+    sequence_first, *either = _orders_of(v, joined, places, shares)
     once = _nodes(joined) if core.dropout_p else ()
-    q = heads_of(values, core.q, projected, shares=shares, folded=core.folded)
-    update, kept = _update_of(values, core), None
-    if update is None:
-        kept = update_before(values, core.k, core.v)
+    order: Any = {"count": count, "sequence_first": sequence_first}
+    q = heads_of(values, core.q, projected, shares=shares, **order)
+    if either:
+        rows = q.sources[0].shape[:-1]
+        order["sequence_first"] = sequence_first = rows == q.tokens[::-1] != q.tokens
+    update = _update_of(values, core)
+    kept = None if update is not None else update_before(values, core.k, core.v)
     if kept is not None:
         k, u = latent_heads(values, core, kept, projected, q.tokens)
-    elif update is not None:
-        k, u = (heads_of(values, given, projected) for given in update.args)
     else:
-        k = heads_of(values, core.k, projected, transposed=core.transposed, folded=core.folded)
-        u = heads_of(values, core.v, projected, folded=core.folded)
+        transposed, given = core.transposed and update is None, (core.k, core.v)
+        k_value, v_value = given if update is None else update.args
+        k = heads_of(values, k_value, projected, transposed=transposed, **order)
+        u = heads_of(values, v_value, projected, **order)
     is_cross = kept is None and k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
     _check_keys(core, q, k, u, is_other=is_cross or kept is not None)
-    if update is not None:
-        once = *once, update
-        if q.order:
-            raise KeptError("turns the last entries of keys that a cache keeps")
+    if update is not None and q.order:
+        raise KeptError("turns the last entries of keys that a cache keeps")
+    if kept is not None and sequence_first:
+        raise KeptError("exchanges batch and sequence beside a cache")
+    once = once if update is None else (*once, update)
     k, u = (replace(f, columns=distinct(f)) for f in (k, u))
     heads = sizes_of(q.columns, k.columns, u.columns)
-    masks, bias, causal = _masks_of(values, core)
+    masks, bias, causal = _masks_of(values, core, count)
     forks = not is_cross and bool(q.steps) and heads.size != heads.value_size
     unweighted = is_cross or shares or update or kept or forks or bias is not None
     returned = None if unweighted else _returned(values, core)
@@ -141,11 +144,17 @@ def attention_of(
         return AttentionFound(attention, (), *made, q.tokens, once, latents)
     if not is_cross:
         found = _of_one_input(attention, (q, k, u), once)
-        return found if returned is None else replace(found, returned=frozenset({returned}))
-    if causal or update is not None or q.steps or k.steps:
+    elif causal or update is not None or q.steps or k.steps:
         raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
-    (sources, steps), memory = packed([q]), packed([k, u])
-    return AttentionFound(attention, steps, (), sources, *memory, q.tokens, once)
+    else:
+        (sources, steps), memory = packed([q]), packed([k, u])
+        found = AttentionFound(attention, steps, (), sources, *memory, q.tokens, once)
+    return replace(
+        found,
+        tokens=q.tokens[::-1] if sequence_first else q.tokens,
+        returned=frozenset() if returned is None else frozenset({returned}),
+        sequence_first=sequence_first,
+    )
 
 
 def _of_one_input(
@@ -167,8 +176,27 @@ def _of_one_input(
     return AttentionFound(attention, steps, branches, sources, (), (), q.tokens, once)
 
 
-def _unfolded(places: Tensor, folded: int) -> Tensor:
-    return places.unflatten(0, (-1, folded)) if folded else places
+def _orders_of(v: Value, joined: Value, places: Tensor, shares: bool) -> list[bool]:
+    """Whether rows are of (s, b): False, True, or if one of these is 1, both.
+
+    Raises:
+        KeptError: heads are joined in another way.
+    """
+    orders = [places] if shares else [places.transpose(1, 2), places.permute(2, 0, 1, 3)]
+    got = origin_of(v, joined).flatten()
+    found = [bool(n) for n, order in enumerate(orders) if torch.equal(got, order.flatten())]
+    if not found:
+        raise KeptError(computed(v, "joins heads in an unknown order by"))
+    return found
+
+
+def _by_head(joined: Value, v: Value) -> Tensor | None:
+    """The places of the entries of heads (b, h, s, d) or (b h, s, d), which a value joins."""
+    places = indices_like(joined).long()
+    if places.dim() == 3 and v.shape:
+        count = v.shape[-1] // joined.shape[-1]
+        places = places.unflatten(0, (-1, count)) if count and not len(places) % count else places
+    return places if places.dim() == 4 else None
 
 
 def _output(values: Values, weights: Value) -> Weights:
@@ -185,11 +213,9 @@ def _returned(values: Values, core: _Core) -> Value | None:
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
     masked = any(mask.shape[-2:-1] != (1,) for mask, _ in core.masks)
-    alone = (
-        len(joined.shape) == 4
-        and joined.shape[2] > 1
-        and math.prod(v.shape[:-1]) == joined.shape[0]
-    )
+    if len(joined.shape) != 4 or joined.shape[2] == 1:
+        return False
+    alone = math.prod(v.shape[:-1]) == joined.shape[0]
     return alone and not core.causal and not masked and core.sinks is None
 
 
@@ -258,7 +284,7 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
     scores, summed, factor = _without_masks(values, scores)
-    core, whole = _scores_of(values, scores), values.peel(weights)
+    core = _scores_of(values, scores)
     return replace(
         core,
         v=u,
@@ -268,7 +294,6 @@ def _core_of(values: Values, v: Value) -> _Core | None:
         masks=(*((m, factor * f) for m, f in core.masks), *summed),
         sinks=name,
         weights=weights,
-        folded=whole.shape[1] if len(u.shape) == 3 < len(whole.shape) else 0,
     )
 
 
@@ -369,7 +394,9 @@ class _Added:
     causal: bool = False
 
 
-def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made | None, bool]:
+def _masks_of(
+    values: Values, core: _Core, heads: int
+) -> tuple[tuple[Mask, ...], int | Made | None, bool]:
     """The masks, of numbers that are added or the one that is bool, the bias, and causality.
 
     A bias is what needs a gradient, or is not given; and, where masks hide keys by numbers, all
@@ -383,11 +410,11 @@ def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made
         # Of a larger number it would not be seen that it hides keys.
         if factor != 1 and not (0 < factor < 1 and v.meta.is_floating_point()):
             raise KeptError(computed(v, "scales a mask of attention, made by"))
-        _add_parts(values, v, factor, core.folded, added)
+        _add_parts(values, v, factor, heads, added)
     inputs = values.dataflow.inputs
     hiding = [m for m in added.masks if m.lowest is not None]
     numbers = [m for m in added.masks if m.lowest is None]
-    of_numbers = [inputs[m.input].meta.dtype != torch.bool for m in numbers]
+    of_numbers = [m.hides or inputs[m.input].meta.dtype != torch.bool for m in numbers]
     if (added.count > 1 or core.transposed) and not all(of_numbers):
         raise KeptError("adds masks of attention that are not all numbers")
     trained = [m for m in numbers if inputs[m.input].requires_grad]
@@ -399,31 +426,31 @@ def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made
         raise KeptError("adds several biases to the scores of attention")
     if len(hiding) + added.causal > 1:
         raise KeptError("hides keys by large numbers several times")
-    if core.folded or any(m.factor != 1 for m in added.masks):
+    rearranged = any(m.hides or m.of_keys or m.folded for m in biases)
+    if len(core.q.shape) == 3 or rearranged or any(m.factor != 1 for m in added.masks):
         raise KeptError("adds a bias to scores that are scaled, or of batch and heads in one")
     bias = added.made[0] if added.made else biases[0].input if biases else None
     masks = tuple(m for m in added.masks if m not in biases)
     return masks, bias, core.causal or added.causal
 
 
-def _add_parts(values: Values, v: Value, factor: float, folded: int, added: _Added) -> None:
+def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Added) -> None:
     """Notes the parts that a mask is the sum of, or that choose between another and a number."""
 
     def mask_of(part: Value) -> Mask:
-        mask = _mask_of(values, part)
-        return replace(mask, factor=factor, folded=folded if len(mask.shape) == 3 else 0)
+        return replace(_mask_of(values, part, heads), factor=factor)
 
     op, args = values.term(v)
     if op == "add" and isinstance(args[1], Value):
         for part in args:
-            _add_parts(values, part, factor, folded, added)
+            _add_parts(values, part, factor, heads, added)
         return
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
         lowest = torch.finfo(v.meta.dtype).min
         if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
             if factor != 1:
                 raise KeptError(computed(v, "scales a mask of attention, made by"))
-            _add_parts(values, args[1], factor, folded, added)
+            _add_parts(values, args[1], factor, heads, added)
             added.count += 1
             if _is_causal(values, args[0]):
                 added.causal = True
@@ -457,11 +484,31 @@ def _is_causal(values: Values, seen: Value) -> bool:
     return bool((at >= other).expand(seen.shape).eq(expected).all())
 
 
-def _mask_of(values: Values, v: Value) -> Mask:
-    """The input that a mask is."""
-    mask = source_of(values, v)
-    if mask is None or mask.origin != "input":
-        raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
-    if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
-        raise KeptError(computed(v, "rearranges its mask by"))
-    return Mask(values.dataflow.inputs.index(mask), mask.shape)
+def _mask_of(values: Values, v: Value, heads: int) -> Mask:
+    """The input that a mask is, broadcast to (b, h, s, s) or (b h, s, s)."""
+    source = source_of(values, v)
+    mask = source if source is None else _hiding(values, source)
+    if source is None or mask is None or mask.origin != "input":
+        raise KeptError(f"{computed(v if source is None else source)}, in the mask of attention")
+    number, hides = values.dataflow.inputs.index(mask), mask is not source
+    places, got = indices_like(source).long(), origin_of(v, source)
+    if got.dim() == 3 and not len(got) % heads:
+        got = got.unflatten(0, (-1, heads))
+    if places.dim() == 3 and got.dim() == 4 and len(places) == got.shape[0] * got.shape[1]:
+        count = got.shape[1]
+        if torch.equal(got, places.unflatten(0, (-1, count))):
+            return Mask(number, mask.shape, hides, folded=count)
+    for of_keys in (False, True)[: places.dim()]:
+        want = places[:, None, None] if of_keys else places
+        with suppress(RuntimeError):  # of shapes that do not broadcast
+            if torch.equal(got, want.expand(got.shape)):
+                return Mask(number, mask.shape, hides, of_keys)
+    raise KeptError(computed(v, "rearranges its mask by"))
+
+
+def _hiding(values: Values, v: Value) -> Value:
+    """The bool mask where a value is -inf, which is 0 elsewhere; or itself."""
+    op, args = values.term(v)
+    if op != "masked_fill" or args[2:] != (-math.inf,) or args[1].shape != v.shape:
+        return v
+    return args[1] if values.term(args[0]).op == "zeros_like" else v

@@ -189,8 +189,8 @@ class Built:
         self, inputs: Sequence[Any], cache: Any | None, made: dict[read.Made, Tensor]
     ) -> Any:
         kwargs: dict[Any, dict[str, Any]] = {}
-        for op, keyword, value in self.arguments:
-            kwargs.setdefault(op, {})[keyword] = value(inputs)
+        for argument in self.arguments:
+            kwargs.setdefault(argument.op, {})[argument.keyword] = argument.value(inputs)
         for op, layer in self.cached:
             kwargs.setdefault(op, {})["cache"] = LayerCache(cache, layer, op.causal)
         extra: list[Tensor] = []

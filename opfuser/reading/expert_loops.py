@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .dataflow import Node, Value
-from .expert_parts import ExpertsLinearFound, Form, Mixed, stripped
+from .expert_parts import Form, Mixed, stripped
 from .kept import KeptError
 from .values import Values, located
 
@@ -90,15 +90,9 @@ class _Turn(Form):
         x: Value = args[0]
         return x
 
-    def linear(self, v: Value) -> ExpertsLinearFound | None:
-        op, args = self.values.term(v)
-        if op != "linear" or args[2] is None:
-            return super().linear(v)
-        return None
-
     def product(self, v: Value) -> tuple[Value, Value, bool] | None:
         op, args = self.values.term(v)
-        if op not in ("linear", "matmul"):
+        if op not in ("linear", "matmul") or args[2:] not in ((), (None,)):
             return None
         weight = self.parameter(args[1])
         return None if weight is None else (args[0], weight, op == "matmul")
@@ -123,28 +117,21 @@ def _visits_each(
     count = mixed.up.count
     if all(type(e) is int for e in experts):
         return [] if experts == list(range(count)) else None
-    rows = []
-    for expert in experts:
-        op, args = values.term(expert) if isinstance(expert, Value) else ("", ())
-        rows.append(args[0] if op == "__getitem__" and args[1] == 0 else expert)
-    picks = [row.node for row in rows]
-    hits = picks[0].args[0] if picks[0] is not None and picks[0].op == "select" else None
+    picks = [node for e in experts if (node := _pick_of(values, e)) is not None]
+    hits = picks[0].args[0] if len(picks) == len(experts) else None
     if hits is None or hits.node is None or hits.node.op != "nonzero":
         return None
     if hits.shape[0] != len(picks) or not _takes_turns(values, picks, sums):
         return None
-    for number, pick in enumerate(picks):
-        if pick is None or (pick.op, pick.args) != ("select", (hits, 0, number)):
-            return None
+    if any(pick.args != (hits, 0, number) for number, pick in enumerate(picks)):
+        return None
     op, args = values.term(hits.node.args[0])
-    if op not in ("greater", "gt", "__gt__") or args[1] != 0:
+    if op != "gt" or args[1] != 0:
         return None
     op, args = values.term(args[0])
-    mask = args[0] if op == "sum" else None
-    dims = args[1] if mask is not None else None
-    if not isinstance(dims, (tuple, list)) or {d % 3 for d in dims} != {1, 2} or args[2]:
+    if op != "sum" or not isinstance(args[1], (tuple, list)) or args[2]:
         return None
-    chosen = None if mask is None else _one_hot_of(values, mask)
+    chosen = _one_hot_of(values, args[0]) if {d % 3 for d in args[1]} == {1, 2} else None
     if chosen is None or stripped(values, chosen[0]) is not mixed.indices:
         return None
     asked = [n for n in values.dataflow.nodes if n.op == "__bool__" and _is_of(values, n, experts)]
@@ -155,17 +142,26 @@ def _visits_each(
     return [hits.node, *asked]
 
 
-def _takes_turns(values: Values, picks: list[Any], sums: list[Node]) -> bool:
-    """Whether each row was picked behind what the one before it adds."""
+def _pick_of(values: Values, expert: Any) -> Node | None:
+    """The node that picks a row, of which an expert is the one entry or the first."""
+    if not isinstance(expert, Value):
+        return None
+    op, args = values.term(expert)
+    row: Value = args[0] if op == "__getitem__" and args[1] == 0 else expert
+    return row.node if row.node is not None and row.node.op == "select" else None
+
+
+def _takes_turns(values: Values, picks: list[Node], sums: list[Node]) -> bool:
+    """Whether each row was picked after what the one before it adds."""
     places = {node: number for number, node in enumerate(values.dataflow.nodes)}
-    order = [places[node] for pair in zip(picks, sums) for node in pair if node is not None]
+    order = [places[node] for pair in zip(picks, sums) for node in pair]
     return order == sorted(order)
 
 
 def _is_of(values: Values, asked: Node, experts: list[Any]) -> bool:
     """Whether it is asked for an expert whether it has some number."""
     op, args = values.term(asked.args[0])
-    return op in ("eq", "__eq__") and any(args[0] is e for e in experts)
+    return op == "eq" and any(args[0] is e for e in experts)
 
 
 def _is_no_expert(values: Values, number: Any, mixed: Mixed) -> bool:

@@ -13,7 +13,7 @@ from .operations import Activation, ExpertsLinear, Gated
 from .products import product_of
 from .values import Values, computed
 
-__all__ = ["ExpertsLinearFound", "Form", "Mixed", "activation_of", "stripped"]
+__all__ = ["Form", "Mixed", "stripped"]
 
 
 class Mixed(NamedTuple):
@@ -26,13 +26,6 @@ class Mixed(NamedTuple):
     up: ExpertsLinear
     activation: Activation | Gated
     down: ExpertsLinear
-
-
-class ExpertsLinearFound(NamedTuple):
-    """A linear function of each expert, and its argument."""
-
-    linear: ExpertsLinear
-    x: Value
 
 
 class Form:
@@ -72,16 +65,16 @@ class Form:
         down = self.linear(out)
         if down is None:
             return None
-        activation, hidden = activation_of(self.values, down.x)
+        activation, hidden = _activation_of(self.values, down[1])
         up = self.linear(hidden)
-        x = None if up is None else self.rows(up.x, top_k)
-        if up is None or x is None or up.linear.count != down.linear.count:
+        x = None if up is None else self.rows(up[1], top_k)
+        if up is None or x is None or up[0].count != down[0].count:
             return None
         indices = self.experts if indices is None else indices
-        return Mixed(x, indices, weights, top_k, up.linear, activation, down.linear)
+        return Mixed(x, indices, weights, top_k, up[0], activation, down[0])
 
-    def linear(self, v: Value) -> ExpertsLinearFound | None:
-        """The linear functions that rows are the results of."""
+    def linear(self, v: Value) -> tuple[ExpertsLinear, Value] | None:
+        """The linear functions that rows are the results of, and their argument."""
         op, args = self.values.term(v)
         bias = None
         if op == "add" and isinstance(args[1], Value):
@@ -105,8 +98,7 @@ class Form:
         name = None if bias is None else bias.name
         sizes = count, in_features, out_features
         whole = transposed and self.multiplies_whole
-        made = ExpertsLinear(weight.name, name, *sizes, transposed, whole)
-        return ExpertsLinearFound(made, x)
+        return ExpertsLinear(weight.name, name, *sizes, transposed, whole), x
 
     def parameter(self, v: Any) -> Value | None:
         """The parameter of all experts that a value has the entries of."""
@@ -119,7 +111,7 @@ class Form:
         return whole
 
 
-def activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]:
+def _activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]:
     """An activation between two linear functions, gated or not, and its argument.
 
     Raises:

@@ -57,7 +57,7 @@ class _Sorted(Form):
         if op != "__getitem__" or not isinstance(args[1], Value):
             return None
         op, divided = self.values.term(args[1])
-        if op not in ("__floordiv__", "floor_divide") or divided[0] is not self.order:
+        if op != "floor_divide" or divided[0] is not self.order:
             return None
         return args[0] if divided[1] == top_k and len(args[0].shape) == 2 else None
 

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from .dataflow import Call, Node, Value, values_in
+from .dataflow import Call, Value, values_in
 from .expert_loops import experts_by_loop
 from .expert_parts import Mixed, stripped
 from .expert_rows import experts_by_rows
 from .kept import KeptError
 from .operations import Called, Experts
+from .steps import Step
 from .values import Values, computed
 
-__all__ = ["ExpertsFound", "experts_of"]
+__all__ = ["experts_of"]
 
 
-class ExpertsFound(NamedTuple):
-    """Experts, the rows that they are of, and what belongs to them.
-
-    Attributes:
-        experts: what they compute.
-        x: the rows.
-        router: the call that has chosen them.
-        written: nodes with an effect that choosing rows has.
-    """
-
-    experts: Experts
-    x: Value
-    router: Call
-    written: frozenset[Node]
-
-
-def experts_of(values: Values, v: Value) -> ExpertsFound | None:
+def experts_of(values: Values, v: Value) -> Step | None:
     """The mixture of experts that a value is the result of.
 
     Raises:
@@ -50,7 +33,7 @@ def experts_of(values: Values, v: Value) -> ExpertsFound | None:
     called = Called(router.path, given.shape[-1], mixed.top_k, reason)
     flat = len(given.shape) == 2
     experts = Experts(called, weights, indices, flat, mixed.up, mixed.activation, mixed.down)
-    return ExpertsFound(experts, mixed.x, router, frozenset(written))
+    return Step((experts,), mixed.x, once=(router,), written=frozenset(written))
 
 
 def _router_of(values: Values, mixed: Mixed, v: Value) -> tuple[Call, list[Value]]:

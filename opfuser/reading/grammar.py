@@ -48,13 +48,13 @@ from .operations import (
     Rotary,
     Scale,
     Times,
+    Transpose,
 )
 from .packing import gathered
 from .products import product_of
 from .projections import calls_returning, linear_of, vector_of
-from .replay import columns_of, is_layout, undisturbed
+from .replay import columns_of, indices_like, is_layout, origin_of, undisturbed
 from .steps import Step
-from .torch_attention import torch_attention_of
 from .values import Values, computed, located
 
 __all__ = ["read"]
@@ -84,6 +84,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
         raise KeptError("returns another dtype or shape than its input has")
     if whole.tokens - {rows}:
         raise KeptError("attends to other rows than those of its input")
+    if whole.exchanges:
+        raise KeptError("exchanges batch and sequence, and not back")
     if len(set(whole.once)) < len(whole.once):
         raise KeptError("reads the result of dropout, or of a child that is called, twice")
     spans = [(c.start, c.end) for c in whole.once if isinstance(c, Call)]
@@ -137,9 +139,9 @@ class _Grammar:
             self.dropout,
             self.product,
             self.sum,
-            self.torch_attention,
             self.experts,
             self.attention,
+            self.transpose,
             self.columns,
         )
 
@@ -175,7 +177,8 @@ class _Grammar:
             step = self.step(end, base)._replace(path=(end,))
             if step.operations:
                 self.check_rounding(step.operations[-1], v, is_rounded)
-                is_rounded = _rounds(step.operations[0])
+                if step.operations[0] != Transpose():
+                    is_rounded = _rounds(step.operations[0])
             return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(passed, why.reason):
@@ -418,20 +421,8 @@ class _Grammar:
         if any(a.shape != v.shape for a in args):
             raise KeptError(computed(v, "broadcasts by"))
 
-    def torch_attention(self, v: Value, base: Value | None) -> Step | None:
-        found = torch_attention_of(self.values, v)
-        if found is None:
-            return None
-        tokens = frozenset({found.tokens})
-        return Step(
-            found.operations, found.source, (), tokens, found.once, frozenset(found.written)
-        )
-
     def experts(self, v: Value, base: Value | None) -> Step | None:
-        found = experts_of(self.values, v)
-        if found is None:
-            return None
-        return Step((found.experts,), found.x, once=(found.router,), written=found.written)
+        return experts_of(self.values, v)
 
     def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):
@@ -444,6 +435,15 @@ class _Grammar:
                 return self.attended(attention_of(self.values, v, self.called), base)
             raise why from None
         return self.attended(found, base)
+
+    def transpose(self, v: Value, base: Value | None) -> Step | None:
+        """Rows whose first two dimensions are exchanged."""
+        op, args = self.values.term(v)
+        if op not in ("transpose", "permute") or not args or len(v.shape) != 3:
+            return None
+        (x, *_), rows = args, frozenset({args[0].shape[:-1]})
+        exchanged = origin_of(v, x).equal(indices_like(x).long().transpose(0, 1))
+        return Step((Transpose(),), x, tokens=rows) if exchanged else None
 
     def columns(self, v: Value, base: Value | None) -> Step | None:
         """Some of the columns of rows, or those of several side by side."""
@@ -473,7 +473,9 @@ class _Grammar:
             number = self.values.dataflow.inputs.index(memory.source)
             attend = CrossAttention(found.attention, number, memory.operations)
             once = once + memory.once
-        whole = Step((*found.steps, attend), step.source, (), frozenset({found.tokens}), once)
+        turn = (Transpose(),) if found.sequence_first else ()
+        operations = *turn, *found.steps, attend, *turn
+        whole = Step(operations, step.source, (), frozenset({found.tokens}), once)
         return step.followed_by(whole._replace(returned=found.returned))
 
     def attended_latents(
@@ -537,7 +539,12 @@ class _Grammar:
             raise KeptError(computed(self.values.peel(merged.source), "attends to keys of"))
         before = self.chain(merged.source, None, is_rounded=True)
         step = before.followed_by(merged, Step(found.memory_steps, merged.source))
-        if step.tokens or step.written:
+        if found.sequence_first:
+            step = step.followed_by(Step((Transpose(),), merged.source))
+        rows, batch = step.source.shape[:-1], found.tokens[found.sequence_first]
+        if step.exchanges and (len(rows) != 2 or rows[1] != batch):
+            raise KeptError(computed(merged.source, "exchanges other rows than those of"))
+        if step.attends or step.written or step.tokens - {rows}:
             raise KeptError(computed(merged.source, "attends to what attends itself, made by"))
         return step
 

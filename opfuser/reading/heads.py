@@ -75,8 +75,9 @@ def heads_of(
     *,
     transposed: bool = False,
     shares: bool = False,
+    count: int = 0,
+    sequence_first: bool = False,
     length: int | None = None,
-    folded: int = 0,
 ) -> HeadsFound:
     """Where heads come from, and what was done to them.
 
@@ -86,16 +87,18 @@ def heads_of(
         projected: the input of a projection, of what it returns; None for others.
         transposed: as products with keys read them.
         shares: whether they are (b, g, h, d), of one token each, h of them beside a head of keys.
+        count: of heads, if these are (b h, s, d).
+        sequence_first: whether rows are those of (s, b, columns).
         length: how many tokens the rows may be of, of which they are the first ones.
-        folded: how many heads the first dimension holds, if that is b h; or 0.
 
     Raises:
         KeptError: something happened to them besides norms, rotary positions and a factor.
     """
-    if len(v.shape) != (3 if folded else 4):
-        raise KeptError(computed(v, "attends to heads without four dimensions, by"))
     places = indices_like(v).long()
-    places = places.unflatten(0, (-1, folded)) if folded else places
+    if count and len(v.shape) == 3:
+        places = places.unflatten(0, (-1, count))
+    if places.dim() != 4:
+        raise KeptError(computed(v, "attends to heads without four dimensions, by"))
     places = places.mT if transposed else places
     places = places.flatten(1, 2).unsqueeze(2) if shares else places
     tokens = places.shape[0], places.shape[2]
@@ -112,7 +115,8 @@ def heads_of(
         scale *= factor
         steps += [piece.turn] if piece.turn else []
         if found is None:
-            columns = _columns(places, sources, length or tokens[1])
+            ordered = places.transpose(0, 2) if sequence_first else places
+            columns = _columns(ordered, sources, length or ordered.shape[2])
             whole = HeadsFound(sources, inputs, tokens, columns, tuple(steps[::-1]), scale)
             if whole.order and len(steps) > 1:
                 raise KeptError(computed(v, "normalises heads, and turns their last entries by"))

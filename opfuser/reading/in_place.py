@@ -24,6 +24,7 @@ _WITHOUT: dict[str, tuple[str, Callable[..., Any]]] = {
     "__imul__": ("mul", Tensor.mul),
     "__itruediv__": ("div", Tensor.div),
     "index_add_": ("index_add", Tensor.index_add),
+    "masked_fill_": ("masked_fill", Tensor.masked_fill),
 }
 _EMPTY = frozenset("empty empty_like new_empty".split())
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import NamedTuple
 
 from .dataflow import Call, Node, Value
-from .operations import Operation
+from .kept import KeptError
+from .operations import (
+    Attention,
+    CrossAttention,
+    ForkedAttention,
+    Linear,
+    MergedLinear,
+    Operation,
+    Transpose,
+)
 
 __all__ = ["Step"]
 
@@ -16,7 +26,8 @@ class Step(NamedTuple):
     Attributes:
         source: what they are computed from.
         path: the values between them, from the result back to the source.
-        tokens: batch and sequence of the attention among them.
+        tokens: the sizes that rows of the source have where attention, or what exchanges the first
+            two dimensions, needs to know them.
         once: what has to happen once: random numbers that were drawn, children that were called.
         written: nodes that write to a tensor of their own, such as a mask.
         returned: other outputs of the module that operations hand out.
@@ -30,17 +41,76 @@ class Step(NamedTuple):
     written: frozenset[Node] = frozenset()
     returned: frozenset[Value] = frozenset()
 
+    @property
+    def attends(self) -> bool:
+        """Whether there is attention among the operations, or inside of them."""
+        return _attends(self.operations)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the first two dimensions of rows are exchanged after the operations.
+
+        Raises:
+            KeptError: they are after those of a branch.
+        """
+        return _exchanges(self.operations)
+
     def followed_by(self, *later: Step) -> Step:
         """These operations, then others; the source stays."""
         out = self
         for step in later:
+            exchanged = out.operations.count(Transpose()) % 2
             out = Step(
-                out.operations + step.operations,
+                _joined(out.operations + step.operations),
                 self.source,
                 step.path + out.path,
-                out.tokens | step.tokens,
+                out.tokens | {t[::-1] if exchanged else t for t in step.tokens},
                 out.once + step.once,
                 out.written | step.written,
                 out.returned | step.returned,
             )
         return out
+
+
+def _joined(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """The operations; rows are exchanged before linear functions, and not if that is undone."""
+    if Transpose() not in operations:
+        return operations
+    out: list[Operation] = []
+    for op in operations:
+        place = len(out)
+        while op == Transpose() and place and _is_linear(out[place - 1]):
+            place -= 1
+        if op == Transpose() and place and out[place - 1] == op:
+            del out[place - 1]
+        else:
+            out.insert(place, op)
+    return tuple(out)
+
+
+def _branches(operation: Operation) -> list[tuple[Operation, ...]]:
+    """The operations inside of one, branch by branch, without those of another input."""
+    other = "memory" if isinstance(operation, CrossAttention) else ""
+    values = [getattr(operation, f.name) for f in fields(operation) if f.name != other]
+    tuples = [value for value in values if isinstance(value, tuple)]
+    nested = [branch for value in tuples for branch in value if isinstance(branch, tuple)]
+    return [b for b in (*nested, *tuples) if b and all(isinstance(op, Operation) for op in b)]
+
+
+def _attends(operations: tuple[Operation, ...]) -> bool:
+    return any(
+        isinstance(op, (Attention, CrossAttention, ForkedAttention))
+        or any(map(_attends, _branches(op)))
+        for op in operations
+    )
+
+
+def _exchanges(operations: tuple[Operation, ...]) -> bool:
+    if any(_exchanges(branch) for op in operations for branch in _branches(op)):
+        raise KeptError("exchanges batch and sequence in one branch alone")
+    return operations.count(Transpose()) % 2 == 1
+
+
+def _is_linear(operation: Operation) -> bool:
+    parts = operation.projections if isinstance(operation, MergedLinear) else (operation,)
+    return all(isinstance(part, Linear) for part in parts)

@@ -23,6 +23,7 @@ __all__ = [
     "device_answer",
     "keeps_gradients",
     "name_of",
+    "opened",
     "with_devices",
 ]
 
@@ -70,6 +71,12 @@ def name_of(function: Callable[..., Any]) -> str:
     if isinstance(function, types.FunctionType) and module.partition(".")[0] == "torch":
         return name
     return f"{module}::{name}"
+
+
+def opened(function: Any) -> Callable[..., Any]:
+    """A function of torch that tells modes of what it calls, and not of itself."""
+    space = {**function.__globals__, "has_torch_function": lambda operands: False}
+    return types.FunctionType(function.__code__, space, None, function.__defaults__)
 
 
 def chosen_by_entries(node: Node) -> bool:

@@ -32,6 +32,7 @@ from .torch_functions import (
     device_answer,
     keeps_gradients,
     name_of,
+    opened,
     with_devices,
 )
 from .traced_sizes import note_results, note_sizes, sizes_in
@@ -40,6 +41,8 @@ from .turns import Turns
 __all__ = ["TracingMode", "unrecorded"]
 
 _FUNCTIONAL = dict(vars(functional))
+# Whose parts are recorded, as it is none of the operations that readers know.
+_COMPOSITE = functional.multi_head_attention_forward
 # Loops over experts have as many turns as there are experts.
 _TURNS_AT_MOST = 1024
 
@@ -186,6 +189,10 @@ class TracingMode(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function is _COMPOSITE:
+            self.note_function(function.__name__, function)
+            with self, self.sizes.ignored():
+                return opened(function)(*args, **(kwargs or {}))
         # What this does, and a function of torch inside, is no part of the forward.
         profile = sys.getprofile()
         sys.setprofile(None)
@@ -210,7 +217,7 @@ class TracingMode(TorchFunctionMode):
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place, given=(args, kwargs))
         note_sizes(node, self.sizes)
-        sized = sizes_in((node.args, node.kwargs))
+        asked = sizes_in(node)
         node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
         operands, keywords = map_leaves(self.stand_in, with_devices(node))
         tensors = tensors_in((operands, keywords))
@@ -222,15 +229,19 @@ class TracingMode(TorchFunctionMode):
                 result = computed(node, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
-        for space in (vars(functional), vars(torch)):  # whose functions others may replace
+        self.note_function(op, function)
+        written = [t for t, version in zip(tensors, versions) if t._version != version]
+        note_results(node, asked, tensors_in(result), self.sizes)
+        self.add(node, result, tensors, written)
+        return result
+
+    def note_function(self, op: str, function: Any) -> None:
+        """Notes where a function of torch was found, as others may replace it."""
+        for space in (vars(functional), vars(torch)):
             if space.get(op) is function:
                 self.recording.observed.row(space, op, function)
         if _FUNCTIONAL.get(op) is function is not vars(functional).get(op):
             self.note_effect(f"finds another torch.nn.functional.{op} than torch's")
-        written = [t for t, version in zip(tensors, versions) if t._version != version]
-        note_results(node, sized, tensors_in(result), self.sizes)
-        self.add(node, result, tensors, written)
-        return result
 
     def answer(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
         """The answer to a question about a tensor that does not depend on its entries."""

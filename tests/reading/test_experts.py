@@ -199,9 +199,12 @@ class Loop(nn.Module):
         self.down_bias = nn.Parameter(torch.randn(4, WIDTH))
         self.visit, self.turn, self.after = visit, turn or Loop.expert, after
 
-    def expert(self, e: Any, rows: Tensor, f: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    def gated(self, e: Any, rows: Tensor, f: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
         gate, up = (F.linear(rows, self.up[e]) + self.up_bias[e]).chunk(2, -1)
-        return F.linear(f(gate) * up, self.down[e]) + self.down_bias[e]
+        return f(gate) * up
+
+    def expert(self, e: Any, rows: Tensor, f: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+        return F.linear(self.gated(e, rows, f), self.down[e]) + self.down_bias[e]
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.view(-1, WIDTH)
@@ -302,6 +305,16 @@ KEPT: dict[str, tuple[Loop, str]] = {
         Loop(turn=lambda self, e, rows: Loop.expert(self, e, rows) + self.down_bias[3]),
         "computes index_add",
     ),
+    "two biases": (
+        Loop(
+            turn=lambda self, e, rows: (
+                F.linear(Loop.gated(self, e, rows), self.down[e], self.down_bias[e])
+                + self.down_bias[e]
+            )
+        ),
+        "computes index_add",
+    ),
+    "an expert besides": (Loop(lambda mask: [*hits(mask), 3]), "computes index_add"),
     "no rows of the input": (
         Loop(turn=lambda self, e, rows: Loop.expert(self, e, rows.flip(0))),
         "computes index_add",

@@ -81,6 +81,16 @@ def trained(layer: Any, patch: pytest.MonkeyPatch) -> None:
             p.add_(1.0)
 
 
+def test_another_multi_head_attention_of_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16)
+    found = trace(layer, (given(),), {})
+    assert found.reads.current()
+    monkeypatch.setattr(
+        F, "multi_head_attention_forward", lambda query, *_, **options: (query, None)
+    )
+    assert not found.reads.current()
+
+
 INDIFFERENT: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "values": trained,
     "loaded": lambda m, p: m.load_state_dict(m.state_dict()),
