@@ -33,6 +33,9 @@ from .values import Values, computed
 
 __all__ = ["AttentionFound", "attention_of", "gathered"]
 
+# Numbers below may hide all keys of a query, of which kernels have no exact gradients.
+_LEAST = -128.0
+
 
 @dataclass(frozen=True)
 class _Core:
@@ -406,8 +409,10 @@ def _add_parts(values: Values, v: Value, factor: float, folded: int, added: _Add
             _add_parts(values, part, factor, folded, added)
         return
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
-        lowest = torch.finfo(v.meta.dtype).min
-        if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
+        # Under autocast that of the keys' dtype, in a mask of another.
+        dtypes = {v.meta.dtype, *values.dtypes}
+        lowest = args[2] if args[2] in [torch.finfo(dtype).min for dtype in dtypes] else None
+        if isinstance(args[1], Value) and is_number(lowest):
             _add_parts(values, args[1], factor, folded, added)
             added.count += 1
             if _is_causal(values, args[0]):
@@ -417,6 +422,8 @@ def _add_parts(values: Values, v: Value, factor: float, folded: int, added: _Add
             return
     added.count += 1
     made = made_of(values.dataflow, v) if v.meta.is_floating_point() else None
+    if made is not None and made.least_constant < _LEAST:
+        raise KeptError(f"{computed(v)} with large negative numbers, in the mask of attention")
     if made is not None and values.term(v).op == "zeros":
         return
     if made is None:

@@ -208,3 +208,21 @@ def test_under_torch_compile() -> None:
     want = step(theirs)
     grads = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
     assert_same({"loss": loss.detach(), **grads}, want)
+
+
+def test_under_autocast() -> None:
+    """Masks of the dtype of keys in a bias of another; gradients as near as those of the model."""
+    ours, theirs, exact = model_of().float(), model_of().float(), model_of()
+    opfuser.apply(ours)
+    want = step(exact, attention_mask=PADDED)
+    found = []
+    for model in (ours, theirs):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=IDS, labels=LABELS, attention_mask=PADDED).loss
+        loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert set(BLOCKS) <= set(paths(report(ours)))
+    error, allowed = (
+        sum((grads[name] - want[name]).square().sum() for name in grads).sqrt() for grads in found
+    )
+    assert error <= 2 * allowed
