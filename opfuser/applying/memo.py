@@ -35,6 +35,8 @@ class Memo:
     def share(self, built: Built) -> None:
         """Has what a sequence is given be made once for all that share this memo."""
         for number, argument in enumerate(built.arguments):
+            if argument.reads_buffers:
+                continue
             make: Any = argument.value
             read = tuple(n for part in make.args for n in _inputs_of(part))
             kind = argument.keyword, *make.args
@@ -84,7 +86,9 @@ def _inputs_of(part: Any) -> tuple[int, ...]:
         return tuple(n for inner in part for n in _inputs_of(inner))
     if isinstance(part, Mask):
         return (part.input,)
-    return part.tables if isinstance(part, Rotary) else ()
+    if not isinstance(part, Rotary):
+        return ()
+    return tuple(table for table in part.tables if isinstance(table, int))
 
 
 def _capturing(t: Tensor) -> bool:

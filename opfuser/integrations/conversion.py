@@ -22,7 +22,16 @@ from ..reading.construction import build
 from ..reading.dataflow import Value, leaves_in, values_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError
-from ..reading.operations import Attention, Called, CrossAttention, Dropout, Input, Reading
+from ..reading.operations import (
+    Attention,
+    Called,
+    CrossAttention,
+    Dropout,
+    Input,
+    Reading,
+    Rotary,
+    Rows,
+)
 from ..reading.tracer import Trace, trace
 from ..sequential import Sequential
 from .example_calls import (
@@ -225,6 +234,8 @@ def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
     for op in operations_in(reading):
         if isinstance(op, Called) and leaves_in(op.arguments, Input):
             raise KeptError(op.reason)
+        if isinstance(op, Rotary) and any(isinstance(table, Rows) for table in op.tables):
+            raise KeptError("turns heads by rows of a buffer")
     if any(isinstance(op, CrossAttention) for op in operations_in(reading)):
         raise KeptError("attends to another input, which no operation of a sequence projects")
     if for_all_sizes:

@@ -190,8 +190,8 @@ class Arguments:
                 )
             )
         given: dict[Any, dict[str, Any]] = {}
-        for op, keyword, value in self.arguments:
-            given.setdefault(op, {})[keyword] = value(inputs)
+        for argument in self.arguments:
+            given.setdefault(argument.op, {})[argument.keyword] = argument.value(inputs)
         return (inputs[self.input],), {"op_kwargs": given}
 
     def refusal(self, received: str) -> ArgumentError:

@@ -373,11 +373,16 @@ def _masks_of(values: Values, core: _Core) -> tuple[tuple[Mask, ...], int | Made
     """
     added = _Added([], [])
     for v, factor in core.masks:
+        # Of a larger number it would not be seen that it hides keys.
+        if factor != 1 and not (0 < factor < 1 and v.meta.is_floating_point()):
+            raise KeptError(computed(v, "scales a mask of attention, made by"))
         _add_parts(values, v, factor, core.folded, added)
     inputs = values.dataflow.inputs
     hiding = [m for m in added.masks if m.lowest is not None]
     numbers = [m for m in added.masks if m.lowest is None]
     of_numbers = [inputs[m.input].meta.dtype != torch.bool for m in numbers]
+    if any(m.factor != 1 for m in hiding):
+        raise KeptError("scales a mask of attention that hides keys by numbers")
     if (added.count > 1 or core.transposed) and not all(of_numbers):
         raise KeptError("adds masks of attention that are not all numbers")
     trained = [m for m in numbers if inputs[m.input].requires_grad]

@@ -80,11 +80,15 @@ class Alias(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A keyword of an operation, and what makes it of the inputs of a call."""
+    """A keyword of an operation, and what makes it of the inputs of a call.
+
+    ``reads_buffers`` says that it is also made of buffers of the module.
+    """
 
     op: nn.Module
     keyword: str
     value: Callable[[Sequence[Any]], Any]
+    reads_buffers: bool = False
 
 
 class Memory(NamedTuple):
@@ -184,8 +188,8 @@ class Built:
         self, inputs: Sequence[Any], cache: Any | None, made: dict[read.Made, Tensor]
     ) -> Any:
         kwargs: dict[Any, dict[str, Any]] = {}
-        for op, keyword, value in self.arguments:
-            kwargs.setdefault(op, {})[keyword] = value(inputs)
+        for argument in self.arguments:
+            kwargs.setdefault(argument.op, {})[argument.keyword] = argument.value(inputs)
         for attend, layer in self.cached:
             kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
         extra: list[Tensor] = []
@@ -405,8 +409,15 @@ class Built:
             rotary_dim=op.size,
             interleaved=op.interleaved,
         )
-        self.arguments.append(Argument(made, "tables", partial(_tables, op)))
+        buffers = tuple(self._buffer(t.buffer) for t in op.tables if isinstance(t, read.Rows))
+        value = partial(_tables, op, buffers)
+        self.arguments.append(Argument(made, "tables", value, bool(buffers)))
         return [made]
+
+    def _buffer(self, path: str) -> tuple[dict[str, Any], str]:
+        """Where the module holds a buffer."""
+        holder, _, name = path.rpartition(".")
+        return self._module.get_submodule(holder)._buffers, name
 
     def attention(self, op: read.Attention, layout: str = "packed") -> list[nn.Module]:
         heads = op.heads
@@ -561,10 +572,21 @@ def _has_adapters(
     )
 
 
-def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:
+def _tables(
+    op: read.Rotary, buffers: tuple[tuple[dict[str, Any], str], ...], inputs: Sequence[Any]
+) -> Tensor:
     """Tables as RotaryEmbedding takes them, (2, tokens, pairs)."""
-    given: list[Tensor] = [inputs[n] for n in op.tables]
-    if len(given) == 1:
+    held = iter(buffers)
+    given: list[Tensor] = []
+    for table in op.tables:
+        if isinstance(table, read.Rows):
+            holder, name = next(held)
+            given.append(holder[name][inputs[table.numbers]])
+        else:
+            given.append(inputs[table])
+    if op.repeated in ("cosines first", "sines first"):
+        given = [*given[0].chunk(2, -1)][:: 1 if op.repeated == "cosines first" else -1]
+    elif len(given) == 1:
         given = [given[0].real, given[0].imag]
     if op.repeated == "halves":
         given = [t[..., : t.shape[-1] // 2] for t in given]

@@ -17,8 +17,8 @@ from torch import Tensor
 from .dataflow import Value
 from .kept import KeptError
 from .norms import norm_of
-from .operations import Norm
-from .replay import evaluate, indices_like, leaves_of, random_like
+from .operations import Norm, Rows
+from .replay import evaluate, indices_like, leaves_of, origin_of, random_like, source_of
 from .values import Values, computed
 
 __all__ = ["HeadsFound", "Turn", "heads_of"]
@@ -36,7 +36,7 @@ class Turn(NamedTuple):
 
     size: int
     interleaved: bool
-    tables: tuple[int, ...]
+    tables: tuple[int | Rows, ...]
     repeated: str
     backwards: bool = False
     order: tuple[int, ...] = ()
@@ -138,9 +138,9 @@ def _piece_of(
     def is_leaf(at: Value) -> bool:
         return projected(at) is not None or norm_of(values, at, None) is not None
 
-    leaves = leaves_of(values, v, is_leaf)
-    tables = [leaf for leaf in leaves if leaf.origin == "input"]
-    sources = tuple(leaf for leaf in leaves if leaf.origin != "input")
+    leaves = leaves_of(values, v, lambda at: is_leaf(at) or rows_of(values, at) is not None)
+    tables = [leaf for leaf in leaves if _is_table(values, leaf)]
+    sources = tuple(leaf for leaf in leaves if leaf not in tables)
     alone = len(sources) == 1
     others = [s for s in sources if not (is_leaf(s) if alone else projected(s) is not None)]
     if not sources or others:
@@ -156,8 +156,8 @@ def _piece_of(
 
     generator = torch.Generator().manual_seed(0)
     y = random_like((rows, sum(widths)), generator)
-    for order in itertools.permutations(tables):
-        still = _tables_at_rest(order)
+    for order, form in itertools.product(itertools.permutations(tables), _forms(tables)):
+        still = _tables_at_rest(order, form)
         ones = {**filled(torch.ones_like(y)), **still}
         factor = float(evaluate(v, ones).flatten()[places.flatten()[0]])
         if not factor:
@@ -177,7 +177,7 @@ def _piece_of(
             if _equal(computed_with({}), heads):
                 return _Piece(sources, at, factor, None)
             continue
-        turn = _turn_of(values, order, heads, computed_with, generator)
+        turn = _turn_of(values, (order, form), heads, computed_with, generator)
         if turn:
             return _Piece(sources, at, factor, _in_order(turn, at[0, 0, 0].tolist()))
     raise KeptError(computed(v, "rearranges or turns heads in an unknown way by"))
@@ -187,29 +187,41 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=_CLOSE, atol=_CLOSE)
 
 
-def _tables_at_rest(tables: tuple[Value, ...]) -> dict[Value, Tensor]:
+def _is_table(values: Values, v: Value) -> bool:
+    return v.origin == "input" or rows_of(values, v) is not None
+
+
+def _forms(tables: list[Value]) -> tuple[str, ...]:
+    """How one table may hold cosines and sines; empty text for others."""
+    both = len(tables) == 1 and not tables[0].meta.is_complex()
+    return ("cosines first", "sines first") if both else ("",)
+
+
+def _tables_at_rest(tables: tuple[Value, ...], form: str) -> dict[Value, Tensor]:
     """Tables of angles that are 0: cosines of 1, sines of 0."""
-    known = {}
-    for n, table in enumerate(tables):
-        dtype = torch.complex128 if table.meta.is_complex() else torch.float64
-        known[table] = torch.full(table.shape, float(n == 0), dtype=dtype, device="cpu")
-    return known
+    if not tables:
+        return {}
+    shape, is_complex = tables[0].shape, tables[0].meta.is_complex()
+    width = shape[-1] // 2 if form else shape[-1]
+    angles = torch.zeros((*shape[:-1], width), dtype=torch.float64, device="cpu")
+    return dict(zip(tables, _tables_of(angles, form or "once", is_complex)))
 
 
 def _turn_of(
     values: Values,
-    tables: tuple[Value, ...],
+    formed: tuple[tuple[Value, ...], str],
     heads: Tensor,
     computed_with: Callable[[dict[Value, Tensor]], Tensor],
     generator: torch.Generator,
 ) -> Turn | None:
     """How heads (b, h, s, d) turn by tables of cosine and sine, or by complex numbers."""
+    tables, form = formed
     if any(table.requires_grad for table in tables):
         raise KeptError("turns heads by tables that need a gradient")
     is_complex = tables[0].meta.is_complex()
-    if len(tables) != (1 if is_complex else 2) or len({t.shape for t in tables}) > 1:
+    if len(tables) != (1 if is_complex or form else 2) or len({t.shape for t in tables}) > 1:
         return None
-    for pairs, repeated in _repetitions(tables[0]):
+    for pairs, repeated in _repetitions(tables[0], form):
         if 2 * pairs > heads.shape[-1]:
             continue
         angles = random_like((*tables[0].shape[:-1], pairs), generator)
@@ -224,8 +236,8 @@ def _turn_of(
         ):
             angle = -of_tokens if backwards else of_tokens
             if _equal(got[..., order], _turned(heads[..., order], angle, interleaved)):
-                numbers = tuple(map(values.dataflow.inputs.index, tables))
-                return Turn(2 * pairs, interleaved, numbers, repeated, backwards, order)
+                found = tuple(_table(values, t) for t in tables)
+                return Turn(2 * pairs, interleaved, found, repeated, backwards, order)
     return None
 
 
@@ -245,9 +257,42 @@ def _in_order(turn: Turn, columns: list[int]) -> Turn:
     return turn._replace(order=() if order == tuple(range(len(order))) else order)
 
 
-def _repetitions(table: Value) -> Iterator[tuple[int, str]]:
+def _table(values: Values, v: Value) -> int | Rows:
+    return rows_of(values, v) or values.dataflow.inputs.index(v)
+
+
+def rows_of(values: Values, v: Value) -> Rows | None:
+    """The rows of a buffer (rows, columns) that a value (batch, tokens, columns) holds."""
+    op = "" if v.node is None else v.node.op
+    if op not in ("gather", "__getitem__") or len(v.shape) != 3:
+        return None
+    op, args = values.term(v)
+    buffer, numbers = source_of(values, args[0]), args[-1]
+    if type(numbers) is tuple and len(numbers) == 1:
+        (numbers,) = numbers
+    chosen = source_of(values, numbers) if isinstance(numbers, Value) else None
+    if buffer is None or chosen is None or len(buffer.shape) != 2 or len(chosen.shape) != 2:
+        return None
+    if (buffer.origin, chosen.origin) != ("buffer", "input") or chosen.meta.is_floating_point():
+        return None
+    if op == "gather":  # of whole rows, by the number of each as often as it has columns
+        whole, each = indices_like(buffer).long(), indices_like(chosen).long()
+        of_rows = origin_of(args[0], buffer).equal(whole.expand(args[0].shape))
+        of_each = origin_of(numbers, chosen).equal(each.unsqueeze(-1).expand(numbers.shape))
+        if args[1] != 1 or not of_rows or not of_each or v.shape[-1] != buffer.shape[-1]:
+            return None
+    elif args[0] is not buffer or numbers is not chosen:
+        return None
+    return Rows(buffer.name, values.dataflow.inputs.index(chosen))
+
+
+def _repetitions(table: Value, form: str) -> Iterator[tuple[int, str]]:
     """The numbers of pairs that turn, and how a table may hold an angle twice."""
     size = table.shape[-1] if table.shape else 0
+    if form:
+        if size % 2 == 0:
+            yield size // 2, form
+        return
     if not table.meta.is_complex() and size % 2 == 0:
         yield size // 2, "halves"
         yield size // 2, "neighbours"
@@ -257,6 +302,10 @@ def _repetitions(table: Value) -> Iterator[tuple[int, str]]:
 def _tables_of(angles: Tensor, repeated: str, is_complex: bool) -> list[Tensor]:
     if is_complex:
         return [torch.polar(torch.ones_like(angles), angles)]
+    if repeated == "cosines first":
+        return [torch.cat([angles.cos(), angles.sin()], -1)]
+    if repeated == "sines first":
+        return [torch.cat([angles.sin(), angles.cos()], -1)]
     if repeated == "halves":
         angles = torch.cat([angles, angles], -1)
     elif repeated == "neighbours":

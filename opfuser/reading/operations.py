@@ -322,24 +322,34 @@ class HeadNorm(Operation):
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of a buffer by the numbers that an input holds."""
+
+    buffer: str
+    numbers: int
+
+
+@dataclass(frozen=True)
 class Rotary(Operation):
-    """Rotary positions of query and key heads, by tables that are inputs.
+    """Rotary positions of query and key heads, by tables.
 
     Attributes:
         heads: of the packed input.
         size: entries of a head that turn, from its start.
         interleaved: whether pairs of neighbours turn, else entry i and entry ``i + size / 2``.
-        tables: the numbers of the inputs that hold cosine and sine; of one if it is complex.
+        tables: the numbers of the inputs that hold cosine and sine, or rows of buffers that do; one
+            if it is complex or holds both.
         repeated: how a table holds an angle twice: ``"halves"`` (the second half repeats the
             first), ``"neighbours"`` (side by side), or ``"once"``. For the first two the reader
-            relies on the caller that the repeated entries are equal.
+            relies on the caller that the repeated entries are equal. Of one table that holds both,
+            ``"cosines first"`` or ``"sines first"``.
         backwards: whether heads turn by the negative angles.
     """
 
     heads: Heads
     size: int
     interleaved: bool
-    tables: tuple[int, ...]
+    tables: tuple[int | Rows, ...]
     repeated: str
     backwards: bool = False
 
