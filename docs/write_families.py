@@ -44,9 +44,9 @@ column is why the first of these is kept.
 {counts}
 
 """
-FAMILIES = """afmoe albert bart bert bloom cohere deepseek_v3 dinov2 falcon gemma2 gpt2 gpt_neox
-    gpt_oss gptj llama llama4_text marian mixtral nanochat opt persimmon phi qwen2 qwen3 roberta t5
-    vit whisper""".split()
+FAMILIES = """afmoe albert bart bert bloom codegen cohere deepseek_v3 dinov2 falcon gemma2 gpt2
+    gpt_neo gpt_neox gpt_oss gptj llama llama4_text marian mixtral mpt nanochat opt persimmon phi
+    qwen2 qwen3 roberta t5 vit whisper""".split()
 COLUMNS = "layer", "attention", "MLP", "experts", "norms", "loss"
 # What a class of modules is, by its name: for the table alone.
 _KINDS = {

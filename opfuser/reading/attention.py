@@ -25,6 +25,9 @@ from .values import Values, computed
 
 __all__ = ["AttentionFound", "attention_of"]
 
+# Numbers below may hide all keys of a query, of which kernels have no exact gradients.
+_LEAST = -128.0
+
 
 @dataclass(frozen=True)
 class _Core:
@@ -415,6 +418,8 @@ def _masks_of(
     hiding = [m for m in added.masks if m.lowest is not None]
     numbers = [m for m in added.masks if m.lowest is None]
     of_numbers = [m.hides or inputs[m.input].meta.dtype != torch.bool for m in numbers]
+    if any(m.factor != 1 for m in hiding):
+        raise KeptError("scales a mask of attention that hides keys by numbers")
     if (added.count > 1 or core.transposed) and not all(of_numbers):
         raise KeptError("adds masks of attention that are not all numbers")
     trained = [m for m in numbers if inputs[m.input].requires_grad]
@@ -446,10 +451,10 @@ def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Adde
             _add_parts(values, part, factor, heads, added)
         return
     if op == "where" and len(args) == 3 and args[0].meta.dtype == torch.bool:
-        lowest = torch.finfo(v.meta.dtype).min
-        if isinstance(args[1], Value) and is_number(args[2]) and args[2] == lowest:
-            if factor != 1:
-                raise KeptError(computed(v, "scales a mask of attention, made by"))
+        # Under autocast that of the keys' dtype, in a mask of another.
+        dtypes = {v.meta.dtype, *values.dtypes}
+        lowest = args[2] if args[2] in [torch.finfo(dtype).min for dtype in dtypes] else None
+        if isinstance(args[1], Value) and is_number(lowest):
             _add_parts(values, args[1], factor, heads, added)
             added.count += 1
             if _is_causal(values, args[0]):
@@ -459,6 +464,8 @@ def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Adde
             return
     added.count += 1
     made = made_of(values.dataflow, v) if v.meta.is_floating_point() else None
+    if made is not None and made.least_constant < _LEAST:
+        raise KeptError(f"{computed(v)} with large negative numbers, in the mask of attention")
     if made is not None and values.term(v).op == "zeros":
         return
     if made is None:

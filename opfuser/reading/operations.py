@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,20 @@ class Made:
     parameters: tuple[str, ...]
     calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
     number: int
+
+    @property
+    def least_constant(self) -> float:
+        """The least number among the arguments; 0 if there is none below."""
+        return min(0.0, *_numbers_in(call[1:] for call in self.calls))
+
+
+def _numbers_in(tree: Any) -> Iterator[float]:
+    if isinstance(tree, Constant):
+        if isinstance(tree.value, (int, float)):
+            yield float(tree.value)
+    elif not isinstance(tree, str) and isinstance(tree, Iterable):
+        for part in tree:
+            yield from _numbers_in(part)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 import opfuser
 from opfuser.applying import report
+from opfuser.applying.deferred import Head
 from opfuser.errors import NotSupportedError
 from tests.reading.tiny import CACHE
 
+from ..reading.recomputed import Example, read_of
 from .models import IDS, NanoGPT, llama, nano_gpt
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -192,6 +194,21 @@ def test_a_layer_that_fails_stores_no_keys() -> None:
             model(IDS, **{CACHE: cache})
     assert cache.get_seq_length() == IDS.shape[1]
     handle.remove()
+
+
+def test_what_extends_a_cache_is_not_put_off() -> None:
+    caches = importlib.import_module("transformers.cache_utils")
+    model = llama()
+    calls: list[Any] = []
+    attention = model.layers[0].self_attn
+    attention.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+    model(IDS)
+    _, args, kwargs = calls[0]
+    for cache in (None, caches.DynamicCache()):
+        example = Example(attention, args, {**kwargs, "past_key_values": cache})
+        attention._forward_pre_hooks.clear()
+        head = Head.of(read_of(example), attention)
+        assert (head is None) == (cache is not None)
 
 
 def test_traces_let_the_tensors_of_a_call_go() -> None:

@@ -286,6 +286,22 @@ def test_attentions_that_are_asked_for_are_the_same(name: str) -> None:
         assert first.requires_grad == other.requires_grad
 
 
+@pytest.mark.parametrize("name", ["codegen", "gptj"])
+def test_tables_that_a_buffer_holds_are_read_at_every_call(name: str) -> None:
+    model, plain, _ = _family(name)
+    for m in (model.eval(), plain.eval()):
+        m.h[1].attn.embed_positions.mul_(0.5)  # unlike that of the first layer
+    assert_equal_steps(step(model), step(plain), 1e-5)
+    for m in (model, plain):
+        m.h[0].attn.embed_positions.mul_(0.7)
+    assert_equal_steps(step(model), step(plain), 1e-5)
+    for m in (model, plain):
+        m.h[0].attn.embed_positions = m.h[0].attn.embed_positions.flip(0)
+    for others in ({}, {"position_ids": torch.tensor([[3, 1, 2, 0, 4, 6, 5], [*range(7)]])}):
+        assert_equal_steps(step(model, **others), step(plain, **others), 1e-5)
+    assert {"h.0", "h.1"} <= set(paths(report(model)))
+
+
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"t5"}))
 @pytest.mark.parametrize("grad", [True, False])
 def test_with_caches(name: str, grad: bool) -> None:

@@ -439,6 +439,13 @@ def test_examples_that_do_not_fit() -> None:
         opfuser.from_torch(layer, example=(square, CAUSAL))
 
 
+def test_children_that_are_given_other_inputs_are_refused() -> None:
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True)
+    given = torch.randn(11, 13, WIDTH), torch.randn(11, 9, WIDTH)
+    with pytest.raises(NotSupportedError, match="which attends to another input by"):
+        opfuser.from_torch(layer, example=given)
+
+
 def test_where_no_call_can_be_made() -> None:
     with pytest.raises(ArgumentError) as error:
         opfuser.from_torch(nn.TransformerDecoderLayer(WIDTH, HEADS, 16))

@@ -89,7 +89,36 @@ def outcome_of(example: Example, number: int, name: str, rtol: float) -> str:
         built = build(reading, mutant)
     except KeptError as kept:
         return kept.reason
-    if called_in(reading):
+    called = called_in(reading)
+    if called and _is_inside(mutant, changed, called):
         return "called"
     assert_equal_steps(changed, built, rtol)
     return "recomputed"
+
+
+def _is_inside(mutant: Mutant, example: Example, paths: list[str]) -> bool:
+    """Whether a mutant is mutated in one of its children, which does not compute that alone."""
+    found, depth = [], []
+
+    def mutation(t: Tensor) -> Tensor:
+        found.extend(depth)
+        return t
+
+    def enter(*_: Any) -> None:
+        depth.append(True)
+
+    def leave(*_: Any) -> None:
+        depth.pop()
+
+    children = [mutant.get_submodule(path) for path in paths]
+    handles = [child.register_forward_pre_hook(enter) for child in children]
+    handles += [child.register_forward_hook(leave) for child in children]
+    before, mutant.mutation = mutant.mutation, mutation
+    try:
+        with torch.no_grad():
+            mutant(*example.args, **example.kwargs)
+    finally:
+        mutant.mutation = before
+        for handle in handles:
+            handle.remove()
+    return bool(found)

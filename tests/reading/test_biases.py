@@ -272,6 +272,11 @@ KEPT: dict[str, tuple[Attend, tuple[Tensor, ...], str]] = {
     "a bool mask added to a bias": (
         by_sdpa(lambda m, x, seen: m.bias(x) + seen), (SEEN,), "are not all numbers"
     ),
+    "large numbers made of sizes": (
+        by_sdpa(lambda m, x: torch.where(before(x).mT, m.bias(x), -1e9)),
+        (),
+        "computes where with large negative numbers",
+    ),
     "a bool mask of sizes": (by_sdpa(lambda m, x: before(x)), (), "in the mask of attention"),
 }  # fmt: skip
 
