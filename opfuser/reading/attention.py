@@ -53,12 +53,13 @@ class AttentionFound:
         steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
         branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
-            memory or if there are latents.
-        memory: the outputs of the projections of another input, which are keys and values.
+            memory.
+        memory: what keys and values are made of alone, side by side: with branches, of the same
+            input, else the outputs of the projections of another one.
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
-        latents: what the branches of keys and values take; None if that are the sources.
+        latents: how a cache returns the memory; None if it does not.
     """
 
     attention: Attention
@@ -124,9 +125,9 @@ def attention_of(
         core.sinks,
     )
     if kept is not None:
-        latents, once = latents_of(heads, (q, k, u), kept), (*once, kept)
-        found = latents.branches, q.sources, (), ()
-        return AttentionFound(attention, (), *found, q.tokens, once, latents)
+        latents, branches = latents_of(heads, (q, k, u), kept)
+        given, once = (q.sources, latents.sources), (*once, kept)
+        return AttentionFound(attention, (), branches, *given, (), q.tokens, once, latents)
     if not is_cross:
         return _of_one_input(attention, (q, k, u), once)
     if core.causal or update is not None or q.steps or k.steps:
@@ -141,17 +142,24 @@ def _of_one_input(
     """Attention of queries, keys and values whose projections are of one input."""
     heads, (q, k, _) = attention.heads, parts
     branches: tuple[tuple[Operation, ...], ...] = ()
+    memory: tuple[Value, ...] = ()
     if q.steps and heads.size != heads.value_size:
         # Nothing turns queries and keys beside values of another size.
         sources, total, orders = side_by_side(parts)
+        totals = [total] * 3
+        if q.inputs != k.inputs:  # whose projections are no GEMM together
+            sources, totals[0], first = side_by_side(parts[:1])
+            memory, total, others = side_by_side(parts[1:])
+            totals[1:], orders = [total] * 2, first + others
         alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
         turns = [*(shared_steps(q, k, each) for each in alone), ()]
-        branches = tuple((*gathered(o, total), *turn) for o, turn in zip(orders, turns))
+        columns = [gathered(*each) for each in zip(orders, totals)]
+        branches = tuple((*taken, *turn) for taken, turn in zip(columns, turns))
         steps: tuple[Operation, ...] = ()
     else:
         sources, steps = packed(parts)
         steps = *steps, *shared_steps(q, k, heads)
-    return AttentionFound(attention, steps, branches, sources, (), (), q.tokens, once)
+    return AttentionFound(attention, steps, branches, sources, memory, (), q.tokens, once)
 
 
 def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
