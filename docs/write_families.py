@@ -34,7 +34,8 @@ INTRODUCTION = """\
 <!-- Written by docs/write_families.py from what the tests read. -->
 
 `opfuser.apply` knows no names: it reads what a module computes. This is what it finds in a tiny
-model of some families of transformers {version}, in evaluation, with gradients and without a cache.
+model of some families of transformers {version}, in evaluation, with gradients and without a cache;
+*cache* says what of the modules that are given a cache, layers and attention, is computed with it.
 **yes** is computed by opfuser, **no** is kept as it is, **part** is some of both, or calls a child
 that is kept, such as the router of experts, and blank is not there. What stands inside of a layer
 that is computed is computed with it. *Loss* says whether [`opfuser.hf.apply`](hugging-face.md) with
@@ -44,10 +45,10 @@ column is why the first of these is kept.
 {counts}
 
 """
-FAMILIES = """afmoe albert bart bert bloom codegen cohere deepseek_v3 dinov2 falcon gemma2 gpt2
-    gpt_neo gpt_neox gpt_oss gptj llama llama4_text marian mixtral mpt nanochat opt persimmon phi
-    qwen2 qwen3 roberta t5 vit whisper""".split()
-COLUMNS = "layer", "attention", "MLP", "experts", "norms", "loss"
+FAMILIES = """"afmoe albert bart bert bloom codegen cohere deepseek_v2 deepseek_v3 dinov2
+    falcon gemma2 glm4_moe_lite gpt2 gpt_neo gpt_neox gpt_oss gptj llama llama4_text marian
+    minicpm3 mixtral mpt nanochat opt persimmon phi qwen2 qwen3 roberta t5 vit whisper""".split()
+COLUMNS = "layer", "attention", "MLP", "experts", "norms", "cache", "loss"
 # What a class of modules is, by its name: for the table alone.
 _KINDS = {
     "norms": r"Norm",
@@ -65,17 +66,14 @@ def row(family: str) -> dict[str, str]:
     """
     found: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
-    computed: list[Outcome] = []
     outcomes = outcomes_of(family)
-    for outcome in outcomes:
-        kind, state = _kind(outcome), "part" if outcome.reading else "no"
-        if outcome.whole or any(_is_inside(outcome.path, other) for other in computed):
-            state = "yes"
-        computed += [outcome] if outcome.reading else []
+    for outcome, state in _states(outcomes):
+        kind = _kind(outcome)
         found.setdefault(kind, []).append(state)
         if state == "no":
             reasons.setdefault(kind, outcome.reason.partition(" (")[0])
-    cells = {kind: _joint(found[kind]) for kind in COLUMNS if kind in found}
+    found["cache"] = [state for _, state in _states(outcomes_of(family, "with a cache"))]
+    cells = {kind: _joint(found[kind]) for kind in COLUMNS if found.get(kind)}
     torch_norms = any(isinstance(m, nn.LayerNorm) for o in outcomes for m in _modules(o))
     for kind in ("attention", "MLP", "norms"):
         if cells.get("layer") == "yes" or (kind == "norms" and torch_norms):
@@ -83,6 +81,17 @@ def row(family: str) -> dict[str, str]:
     cells["loss"] = _loss(family)
     cells["reason"] = next((reasons[kind] for kind in COLUMNS if kind in reasons), "")
     return cells
+
+
+def _states(outcomes: list[Outcome]) -> Iterator[tuple[Outcome, str]]:
+    """Modules, and what is computed of each: by itself, or within one before."""
+    computed: list[Outcome] = []
+    for outcome in outcomes:
+        state = "part" if outcome.reading else "no"
+        if outcome.whole or any(_is_inside(outcome.path, other) for other in computed):
+            state = "yes"
+        computed += [outcome] if outcome.reading else []
+        yield outcome, state
 
 
 def _is_inside(path: str, outer: Outcome) -> bool:

@@ -91,7 +91,10 @@ class Feed(nn.Module):
 def experts(
     options: Options, hidden: int, ffn: int, count: int, top_k: int, length: int
 ) -> Problem:
-    """The experts of gpt-oss, which are stored as (in, out), by grouped GEMMs."""
+    """The experts of gpt-oss, which are stored as (in, out), by grouped GEMMs.
+
+    Ours is read of their loop, as grouped GEMMs of transformers 5.17 mask rows besides.
+    """
     module: Any = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
     config = module.GptOssConfig(
         hidden_size=hidden,
@@ -100,14 +103,16 @@ def experts(
         num_experts_per_tok=top_k,
         num_hidden_layers=1,
     )
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = "eager"
     with torch.device(options.device):
         feed = Feed(module.GptOssMLP(config)).to(options.dtype).train()
         x = torch.randn(1, length, hidden, dtype=options.dtype)
     randomise(feed)
     for weight in (feed.mlp.experts.gate_up_proj, feed.mlp.experts.down_proj):
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    functions = {"torch": feed, "opfuser": applied(feed, x)}
+    functions: dict[str, Function] = {"opfuser": applied(feed, x)}
+    feed.mlp.experts.config._experts_implementation = "grouped_mm"
+    functions["torch"] = feed
     exact = functools.partial(experts_in_turn, feed)
     return problem(options, (1, length, hidden), functions, feed, exact)
 

@@ -84,9 +84,7 @@ def cell(row: Row, part: str) -> str:
         )
     if row.get("peak_bytes"):
         extras.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak")
-    if part.startswith(("blocks", "model", "hugging_face")) and row.get(
-        "saved_bytes"
-    ):
+    if part.startswith(("blocks", "model", "hugging_face")) and row.get("saved_bytes"):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
 

@@ -63,12 +63,13 @@ class AttentionFound:
         steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
         branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
-            memory or if there are latents.
-        memory: the outputs of the projections of another input, which are keys and values.
+            memory.
+        memory: what keys and values are made of alone, side by side: with branches, of the same
+            input, else the outputs of the projections of another one.
         memory_steps: what orders these.
         tokens: sizes of batch and sequence.
         once: the nodes that draw random numbers or update a cache.
-        latents: what the branches of keys and values take; None if that are the sources.
+        latents: how a cache returns the memory; None if it does not.
         returned: weights that the module returns.
         sequence_first: whether rows are those of a sequence of batches, as ``tokens`` says.
     """
@@ -142,9 +143,9 @@ def attention_of(
         None if returned is None else _output(values, returned),
     )
     if kept is not None:
-        latents, once = latents_of(heads, (q, k, u), kept), (*once, kept)
-        made = latents.branches, q.sources, (), ()
-        return AttentionFound(attention, (), *made, q.tokens, once, latents)
+        latents, branches = latents_of(heads, (q, k, u), kept)
+        both, once = (q.sources, latents.sources), (*once, kept)
+        return AttentionFound(attention, (), branches, *both, (), q.tokens, once, latents)
     if not is_cross:
         found = _of_one_input(attention, (q, k, u), once)
     elif causal or update is not None or q.steps or k.steps:
@@ -166,17 +167,24 @@ def _of_one_input(
     """Attention of queries, keys and values whose projections are of one input."""
     heads, (q, k, _) = attention.heads, parts
     branches: tuple[tuple[Operation, ...], ...] = ()
+    memory: tuple[Value, ...] = ()
     if q.steps and heads.size != heads.value_size:
         # Nothing turns queries and keys beside values of another size.
         sources, total, orders = side_by_side(parts)
+        totals = [total] * 3
+        if q.inputs != k.inputs:  # whose projections are no GEMM together
+            sources, totals[0], first = side_by_side(parts[:1])
+            memory, total, others = side_by_side(parts[1:])
+            totals[1:], orders = [total] * 2, first + others
         alone = [Heads(count, 0, heads.size, heads.size) for count in (heads.queries, heads.keys)]
         turns = [*(shared_steps(q, k, each) for each in alone), ()]
-        branches = tuple((*gathered(o, total), *turn) for o, turn in zip(orders, turns))
+        columns = [gathered(*each) for each in zip(orders, totals)]
+        branches = tuple((*taken, *turn) for taken, turn in zip(columns, turns))
         steps: tuple[Operation, ...] = ()
     else:
         sources, steps = packed(parts)
         steps = *steps, *shared_steps(q, k, heads)
-    return AttentionFound(attention, steps, branches, sources, (), (), q.tokens, once)
+    return AttentionFound(attention, steps, branches, sources, memory, (), q.tokens, once)
 
 
 def _orders_of(v: Value, joined: Value, places: Tensor, shares: bool) -> list[bool]:

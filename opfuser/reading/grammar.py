@@ -460,8 +460,8 @@ class _Grammar:
         """Attention, after the projections of what it attends to."""
         if found is None:
             return None
-        if found.latents is not None:
-            return self.attended_latents(found, found.latents, base)
+        if found.branches and found.memory:
+            return self.forked(found, base)
         step = self.merged(found.sources, base)
         attend: Operation = found.attention
         if found.branches:
@@ -478,26 +478,41 @@ class _Grammar:
         whole = Step(operations, step.source, (), frozenset({found.tokens}), once)
         return step.followed_by(whole._replace(returned=found.returned))
 
-    def attended_latents(
-        self, found: AttentionFound, latents: LatentsFound, base: Value | None
-    ) -> Step:
-        """Attention to keys and values that are made of what a cache returns."""
-        queries, kept = self.merged(found.sources, base), latents.update.args
-        for given in kept:
-            self.cached.update(self.values.passed(given))
-        ends = queries.source, *kept
+    def forked(self, found: AttentionFound, base: Value | None) -> Step:
+        """Attention whose keys and values are made of something of their own."""
+        queries, latents = self.merged(found.sources, base), found.latents
+        ends: tuple[Value, ...]
+        if latents is None:
+            memory = self.merged(found.memory, base)
+            ends = queries.source, memory.source
+        else:
+            ends = queries.source, *latents.update.args
+            for given in latents.update.args:
+                self.cached.update(self.values.passed(given))
         shared = self.shared([self.chain(end, base) for end in ends], ends)
-        layer, causal = latents.update.kwargs["layer"], found.attention.causal
-        cached = self.branches(kept, shared, lambda both: Cached(both, layer, causal))
-        made = [self.made_of_kept(latents, *each) for each in zip(latents.sources, latents.taken)]
+        if latents is None:
+            memory = self.chain(memory.source, shared, is_rounded=True).followed_by(memory)
+        else:
+            memory = self.kept_by_cache(latents, shared, causal=found.attention.causal)
         queries = self.chain(queries.source, shared, is_rounded=True).followed_by(queries)
-        first, keys, values = latents.branches
-        memory = *cached.operations, Beside(tuple(step.operations for step in made))
-        fork = ForkedAttention(found.attention, (*queries.operations, *first), memory, keys, values)
+        first, keys, values = found.branches
+        own = *queries.operations, *first
+        fork = ForkedAttention(found.attention, own, memory.operations, keys, values)
         step = self.chain(shared, base)
         here = Step((), shared, (), frozenset({found.tokens}), found.once)
-        whole = step.followed_by(cached, queries, *made, here)
+        whole = step.followed_by(queries, memory, here)
         return whole._replace(operations=(*step.operations, fork), path=())
+
+    def kept_by_cache(self, latents: LatentsFound, shared: Value, *, causal: bool) -> Step:
+        """What a cache returns for what is made of a value, and what is made of that."""
+        update = latents.update
+        cached = self.branches(
+            update.args, shared, lambda both: Cached(both, update.kwargs["layer"], causal)
+        )
+        made = [self.made_of_kept(latents, *each) for each in zip(latents.sources, latents.taken)]
+        beside = Beside(tuple(step.operations for step in made))
+        whole = cached.followed_by(*made)
+        return whole._replace(operations=(*cached.operations, beside))
 
     def made_of_kept(
         self, latents: LatentsFound, source: Value, taken: tuple[Operation, ...]

@@ -26,13 +26,11 @@ class LatentsFound:
         update: of the cache, by two tensors of one head.
         sources: what it returns, and projections of that, side by side.
         taken: what takes columns of each of these.
-        branches: what makes queries of their projections, and of what is taken keys and values.
     """
 
     update: Node
     sources: tuple[Value, ...]
     taken: tuple[tuple[Operation, ...], ...]
-    branches: tuple[tuple[Operation, ...], ...]
 
 
 class Core(Protocol):
@@ -98,8 +96,10 @@ def latent_heads(
     return k, u
 
 
-def latents_of(heads: Heads, parts: Sequence[HeadsFound], update: Node) -> LatentsFound:
-    """What makes queries, and what makes keys and values of what a cache returns."""
+def latents_of(
+    heads: Heads, parts: Sequence[HeadsFound], update: Node
+) -> tuple[LatentsFound, tuple[tuple[Operation, ...], ...]]:
+    """What is taken of a cache's results, and what makes queries, and keys and values of that."""
     q, k, u = parts
     if q.order:  # the order in which queries turn; keys have turned in that of the module
         k = replace(k, columns=k.columns[:, list(q.order)])
@@ -120,4 +120,4 @@ def latents_of(heads: Heads, parts: Sequence[HeadsFound], update: Node) -> Laten
     alone = Heads(heads.queries, 0, heads.size, heads.size)
     queries = *gathered(order, width), *shared_steps(q, q, alone)
     branches = queries, *(gathered(places[each], count) for each in orders)
-    return LatentsFound(update, sources, tuple(taken), branches)
+    return LatentsFound(update, sources, tuple(taken)), branches
