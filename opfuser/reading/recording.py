@@ -7,12 +7,14 @@ import importlib
 import inspect
 import logging
 import os
+import random
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import torch_internals as internals
 from .observed import Observed, attributes_of
-from .random_states import GENERATORS, state_of
 from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .replaced_methods import replaced
 from .stand_ins import LayerIndex
@@ -41,6 +42,9 @@ _WRAPPERS = "nn.parallel.", "distributed.fsdp."
 _SETTINGS = internals.SETTINGS.union(
     (globals, os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
 )
+# What draws by methods that are seen when they are called, and by which thread. Those of NumPy are
+# not, and are of types of which a forward that reads one is kept.
+_GENERATORS = random.Random, torch.Generator
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -214,8 +218,8 @@ class Recording:
             elif event == "c_call":
                 if argument in _SETTINGS:
                     self.note_effect(f"asks for {argument.__name__.removeprefix('_get_')}")
-                elif isinstance(own := argument.__self__, GENERATORS):
-                    self._drawn.setdefault(id(own), state_of(own))
+                elif isinstance(own := argument.__self__, _GENERATORS):
+                    self._drawn.setdefault(id(own), _state_of(own))
                     self.note_effect("draws random numbers")
             return
         code, around = frame.f_code, frame.f_globals
@@ -307,6 +311,13 @@ class Recording:
         registry, key = frame.f_locals["self"], frame.f_locals["key"]
         for mapping in (registry._local_mapping, type(registry)._global_mapping):
             self.observed.row(mapping, key, mapping.get(key, MISSING))
+
+
+def _state_of(generator: random.Random | torch.Generator) -> Callable[[], object]:
+    """A function after which a generator goes on as it would now."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
 
 
 def _writes_to_closure(code: types.CodeType) -> bool:

@@ -17,7 +17,7 @@ from .operations import (
     Transpose,
 )
 
-__all__ = ["Step"]
+__all__ = ["Step", "attends", "exchanges"]
 
 
 class Step(NamedTuple):
@@ -38,20 +38,6 @@ class Step(NamedTuple):
     tokens: frozenset[tuple[int, ...]] = frozenset()
     once: tuple[Node | Call, ...] = ()
     written: frozenset[Node] = frozenset()
-
-    @property
-    def attends(self) -> bool:
-        """Whether there is attention among the operations, or inside of them."""
-        return _attends(self.operations)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the first two dimensions of rows are exchanged after the operations.
-
-        Raises:
-            KeptError: they are after those of a branch.
-        """
-        return _exchanges(self.operations)
 
     def followed_by(self, *later: Step) -> Step:
         """These operations, then others; the source stays."""
@@ -93,16 +79,19 @@ def _branches(operation: Operation) -> list[tuple[Operation, ...]]:
     return [*nested, *(value for value in tuples if isinstance(value[0], Operation))]
 
 
-def _attends(operations: tuple[Operation, ...]) -> bool:
-    return any(
-        isinstance(op, (Attention, CrossAttention, ForkedAttention))
-        or any(map(_attends, _branches(op)))
-        for op in operations
-    )
+def attends(operations: tuple[Operation, ...]) -> bool:
+    """Whether there is attention among operations, or inside of them."""
+    kinds = Attention, CrossAttention, ForkedAttention
+    return any(isinstance(op, kinds) or any(map(attends, _branches(op))) for op in operations)
 
 
-def _exchanges(operations: tuple[Operation, ...]) -> bool:
-    if any(_exchanges(branch) for op in operations for branch in _branches(op)):
+def exchanges(operations: tuple[Operation, ...]) -> bool:
+    """Whether the first two dimensions of rows are exchanged after operations.
+
+    Raises:
+        KeptError: they are after those of a branch.
+    """
+    if any(exchanges(branch) for op in operations for branch in _branches(op)):
         raise KeptError("exchanges batch and sequence in one branch alone")
     return operations.count(Transpose()) % 2 == 1
 

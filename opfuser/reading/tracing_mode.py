@@ -36,7 +36,7 @@ from .torch_functions import (
     with_devices,
 )
 from .traced_sizes import note_results, note_sizes, sizes_in
-from .turns import Turns
+from .turns import turns
 
 __all__ = ["TracingMode", "unrecorded"]
 
@@ -203,7 +203,7 @@ class TracingMode(TorchFunctionMode):
             count = self.value_of(args[0]).shape[0]
             if count > _TURNS_AT_MOST:
                 self.keep(f"has a loop of up to {count} turns in '{self.place}'")
-            return Turns(args[0], count, self.note_effect)
+            return turns(args[0], count, self.note_effect)
         if op == "__bool__" and self.value_of(args[0]).counted:
             self.note_effect("decides by the numbers of entries", op, Tensor.__bool__, args)
             return False
