@@ -210,7 +210,7 @@ class TracingMode(TorchFunctionMode):
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place)
         note_sizes(node, self.sizes)
-        asked = sizes_in(node)
+        sized = sizes_in((node.args, node.kwargs))
         node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
         operands, keywords = map_leaves(self.stand_in, with_devices(node))
         tensors = tensors_in((operands, keywords))
@@ -224,7 +224,7 @@ class TracingMode(TorchFunctionMode):
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
         self.note_function(op, function)
         written = [t for t, version in zip(tensors, versions) if t._version != version]
-        note_results(node, asked, tensors_in(result), self.sizes)
+        note_results(node, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)
         return result
 

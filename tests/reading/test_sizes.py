@@ -127,9 +127,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "padded": lambda self, x: F.pad(x, (0, 0, 0, 9 - x.shape[1] % 9)),
 }
 # Forwards whose traces are to hold for other sizes, besides never for wrong ones.
-GENERAL = {
-    "any", "product", "numel", "condition", "slice", "joined condition", "condition of a part",
-}  # fmt: skip
+GENERAL = {"any", "product", "numel", "condition", "slice", "condition of a part"}
 
 
 # Lengths that a forward can take, where that is not any.
