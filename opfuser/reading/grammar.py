@@ -54,7 +54,7 @@ from .packing import gathered
 from .products import product_of
 from .projections import calls_returning, linear_of, vector_of
 from .replay import columns_of, indices_like, is_layout, origin_of, undisturbed
-from .steps import Step
+from .steps import Step, attends, exchanges
 from .values import Values, computed, located
 
 __all__ = ["read"]
@@ -84,7 +84,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
         raise KeptError("returns another dtype or shape than its input has")
     if whole.tokens - {rows}:
         raise KeptError("attends to other rows than those of its input")
-    if whole.exchanges:
+    if exchanges(whole.operations):
         raise KeptError("exchanges batch and sequence, and not back")
     if len(set(whole.once)) < len(whole.once):
         raise KeptError("reads the result of dropout, or of a child that is called, twice")
@@ -557,9 +557,9 @@ class _Grammar:
         if found.sequence_first:
             step = step.followed_by(Step((Transpose(),), merged.source))
         rows, batch = step.source.shape[:-1], found.tokens[found.sequence_first]
-        if step.exchanges and (len(rows) != 2 or rows[1] != batch):
+        if exchanges(step.operations) and (len(rows) != 2 or rows[1] != batch):
             raise KeptError(computed(merged.source, "exchanges other rows than those of"))
-        if step.attends or step.written or step.tokens - {rows}:
+        if attends(step.operations) or step.written or step.tokens - {rows}:
             raise KeptError(computed(merged.source, "attends to what attends itself, made by"))
         return step
 

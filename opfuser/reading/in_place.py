@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,18 +13,8 @@ from .dataflow import Dataflow, Node, Value, values_in
 __all__ = ["settle_writes"]
 
 # What computes the same and writes nothing.
-_WITHOUT: dict[str, tuple[str, Callable[..., Any]]] = {
-    "add_": ("add", Tensor.add),
-    "sub_": ("sub", Tensor.sub),
-    "mul_": ("mul", Tensor.mul),
-    "div_": ("div", Tensor.div),
-    "__iadd__": ("add", Tensor.add),
-    "__isub__": ("sub", Tensor.sub),
-    "__imul__": ("mul", Tensor.mul),
-    "__itruediv__": ("div", Tensor.div),
-    "index_add_": ("index_add", Tensor.index_add),
-    "masked_fill_": ("masked_fill", Tensor.masked_fill),
-}
+_WITHOUT = {f"{op}_": op for op in "add sub mul div index_add masked_fill".split()}
+_WITHOUT |= {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _EMPTY = frozenset("empty empty_like new_empty".split())
 
 
@@ -156,6 +145,7 @@ def _part_of(empty: Value, nodes: list[Node]) -> tuple[int, Value] | None:
 def _settle(node: Node) -> None:
     node.effect = ""
     if node.op in _WITHOUT:
-        node.op, node.function = _WITHOUT[node.op]
+        node.op = _WITHOUT[node.op]
+        node.function = getattr(Tensor, node.op)
     else:
         node.kwargs = {**node.kwargs, "inplace": False}

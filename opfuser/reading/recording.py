@@ -8,12 +8,14 @@ import inspect
 import io
 import logging
 import os
+import random
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import torch_internals as internals
 from .observed import Observed, attributes_of
-from .random_states import GENERATORS, state_of
 from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .replaced_methods import replaced
 from .stand_ins import LayerIndex
@@ -46,6 +47,9 @@ _SETTINGS = internals.SETTINGS.union(
     (globals, os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
 )
 _FUNCTIONS = type(torch.autograd.Function)
+# What draws by methods that are seen when they are called, and by which thread. Those of NumPy are
+# not, and are of types of which a forward that reads one is kept.
+_GENERATORS = random.Random, torch.Generator
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
@@ -240,8 +244,8 @@ class Recording:
         own = function.__self__
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
-        elif isinstance(own, GENERATORS):
-            self._drawn.setdefault(id(own), state_of(own))
+        elif isinstance(own, _GENERATORS):
+            self._drawn.setdefault(id(own), _state_of(own))
             self.note_effect("draws random numbers")
         elif isinstance(own, _FUNCTIONS) and function.__name__ == "apply":
             self.note_effect(f"has an autograd function, {own.__name__}")
@@ -340,6 +344,13 @@ class Recording:
 def _file(frame: types.FrameType) -> str:
     """The name of the module that executed code is of."""
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _state_of(generator: random.Random | torch.Generator) -> Callable[[], object]:
+    """A function after which a generator goes on as it would now."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
 
 
 def _writes_to_closure(code: types.CodeType) -> bool:

@@ -32,16 +32,16 @@ class Sizes:
     def __init__(self, values: Iterable[int], constants: Iterable[int]) -> None:
         self.values = tuple(values)
         self.constants = {0, 1, *constants}
-        self._texts = {value: f"s[{number}]" for number, value in enumerate(self.values)}
+        self._number = {value: number for number, value in enumerate(self.values)}
         self._derived: set[int] = set()
         self._guards: dict[str, None] = {}
 
     def of(self, size: int, of_input: bool = False) -> int:
         """A size of a tensor in the traced forward; of one that may differ, a :class:`Size`."""
-        if size not in self._texts:
+        if size not in self._number:
             return size if size in self.constants else Size(size, "", self)
         known = of_input or size not in self._derived
-        return Size(size, self._texts[size] if known else "", self)
+        return Size(size, f"s[{self._number[size]}]" if known else "", self)
 
     def shape(self, shape: Iterable[int], of_input: bool = False) -> Shape:
         """The sizes of a tensor, which is an input of the forward or is computed in it."""
@@ -50,41 +50,39 @@ class Sizes:
     def add(self, size: int) -> None:
         """Adds a size that may differ and is known after the others, such as that of a cache."""
         name = f"s[{len(self.values)}]"
-        if size in self._texts or size <= 1:
+        if size in self._number or size <= 1:
             self.note(f"{name} == {_text(self.of(size, of_input=True))}", True)
         else:
-            self._texts[size] = name
+            self._number[size] = len(self.values)
         self.values += (size,)
 
-    def derive(self, size: int, text: str = "") -> None:
-        """Notes that a function has made a size, which may be equal to another one by chance.
-
-        Args:
-            size: that its result has.
-            text: the expression that the size was asked for by, if it was.
-        """
-        if not text or self._texts.setdefault(size, text) != text:
+    def derive(self, size: int) -> None:
+        """Notes that a function has made a size from others that may be equal to one by chance."""
+        if size in self._number:
             self._derived.add(size)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
         """The time of a function that computes the same for any sizes: nothing is noted of it."""
-        noted = self.constants, self._texts, self._derived, self._guards
-        self.constants, self._texts = set(self.constants), dict(self._texts)
-        self._derived, self._guards = set(self._derived), dict(self._guards)
+        noted = self.constants, self._derived, self._guards
+        self.constants, self._derived, self._guards = (
+            set(self.constants),
+            set(self._derived),
+            dict(self._guards),
+        )
         yield
-        self.constants, self._texts, self._derived, self._guards = noted
+        self.constants, self._derived, self._guards = noted
 
     def varying(self, shape: Iterable[int]) -> list[int]:
         """The sizes in a shape that may differ, in order of their values."""
-        return sorted(size for size in shape if size in self._texts)
+        return sorted(size for size in shape if size in self._number)
 
     def known(self, shape: Iterable[int]) -> bool:
         """Whether each size of a shape is a constant or may differ in a way that is known."""
         return all(n in self.constants or self._is_known(n) for n in shape)
 
     def _is_known(self, size: int) -> bool:
-        return size in self._texts and size not in self._derived
+        return size in self._number and size not in self._derived
 
     def note(self, text: str, outcome: bool) -> None:
         """Notes the outcome of a comparison; one of a size that is not known fixes all."""
@@ -97,8 +95,8 @@ class Sizes:
         """Notes that the trace holds for calls alone in which this size is the same."""
         if isinstance(size, Size):
             self.note(size.text and f"{size.text} == {plain(size)}", True)
-        elif size in self._texts:
-            self.note(f"{self._texts[size]} == {size}", True)
+        elif size in self._number:
+            self.note(f"s[{self._number[size]}] == {size}", True)
 
     def fix_all(self) -> None:
         """Notes that the trace holds for calls alone in which all sizes are the same."""

@@ -17,7 +17,7 @@ from .operations import (
     Transpose,
 )
 
-__all__ = ["Step"]
+__all__ = ["Step", "attends", "exchanges"]
 
 
 class Step(NamedTuple):
@@ -40,20 +40,6 @@ class Step(NamedTuple):
     once: tuple[Node | Call, ...] = ()
     written: frozenset[Node] = frozenset()
     returned: frozenset[Value] = frozenset()
-
-    @property
-    def attends(self) -> bool:
-        """Whether there is attention among the operations, or inside of them."""
-        return _attends(self.operations)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the first two dimensions of rows are exchanged after the operations.
-
-        Raises:
-            KeptError: they are after those of a branch.
-        """
-        return _exchanges(self.operations)
 
     def followed_by(self, *later: Step) -> Step:
         """These operations, then others; the source stays."""
@@ -97,16 +83,19 @@ def _branches(operation: Operation) -> list[tuple[Operation, ...]]:
     return [b for b in (*nested, *tuples) if b and all(isinstance(op, Operation) for op in b)]
 
 
-def _attends(operations: tuple[Operation, ...]) -> bool:
-    return any(
-        isinstance(op, (Attention, CrossAttention, ForkedAttention))
-        or any(map(_attends, _branches(op)))
-        for op in operations
-    )
+def attends(operations: tuple[Operation, ...]) -> bool:
+    """Whether there is attention among operations, or inside of them."""
+    kinds = Attention, CrossAttention, ForkedAttention
+    return any(isinstance(op, kinds) or any(map(attends, _branches(op))) for op in operations)
 
 
-def _exchanges(operations: tuple[Operation, ...]) -> bool:
-    if any(_exchanges(branch) for op in operations for branch in _branches(op)):
+def exchanges(operations: tuple[Operation, ...]) -> bool:
+    """Whether the first two dimensions of rows are exchanged after operations.
+
+    Raises:
+        KeptError: they are after those of a branch.
+    """
+    if any(exchanges(branch) for op in operations for branch in _branches(op)):
         raise KeptError("exchanges batch and sequence in one branch alone")
     return operations.count(Transpose()) % 2 == 1
 

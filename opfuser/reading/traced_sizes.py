@@ -59,8 +59,9 @@ def note_sizes(node: Node, sizes: Sizes) -> None:
 
     def note(leaf: Any) -> None:
         if isinstance(leaf, Size):
-            # Of a constant, nothing more is noted.
-            if op not in _SIZED or leaf is filled or plain(leaf) in sizes.constants:
+            # Of a product that is equal to a constant by chance, nothing more would be noted.
+            constant = sizes.constants.difference(sizes.values)
+            if op not in _SIZED or leaf is filled or plain(leaf) in constant:
                 sizes.fix(leaf)
         elif op in _SIZED and type(leaf) is int and leaf > 0:
             sizes.fix(leaf)
@@ -69,15 +70,8 @@ def note_sizes(node: Node, sizes: Sizes) -> None:
     map_leaves(note, (args, node.kwargs))
 
 
-def note_results(node: Node, asked: dict[int, str], results: list[Tensor], sizes: Sizes) -> None:
-    """Notes in ``sizes`` which sizes of results are not those of the arguments.
-
-    Args:
-        node: whose function was called.
-        asked: the sizes among its arguments, with what is known of them.
-        results: that it returned.
-        sizes: of the trace.
-    """
+def note_results(node: Node, sized: set[int], results: list[Tensor], sizes: Sizes) -> None:
+    """Notes in ``sizes`` which sizes of results are made from others than those in ``sized``."""
     values = values_in((node.args, node.kwargs))
     if node.op not in _RESIZING or not values or _only_adds_dimensions(node):
         return
@@ -95,8 +89,8 @@ def note_results(node: Node, asked: dict[int, str], results: list[Tensor], sizes
             same = len(before) == len(after) and before[dim] == size
             if dim == changed and sizes.constants.issuperset(_along(dim, node.args)):
                 sizes.constants.add(size)
-            elif not (same and dim != changed):
-                sizes.derive(size, asked.get(size, ""))
+            elif not (same and dim != changed) and size not in sized:
+                sizes.derive(size)
 
 
 def _only_adds_dimensions(node: Node) -> bool:
@@ -121,15 +115,9 @@ def _along(dim: int, args: tuple[Any, ...]) -> list[int]:
     return [value.shape[dim] for value in values_in(args) if dim < len(value.shape)]
 
 
-def sizes_in(node: Node) -> dict[int, str]:
-    """The sizes that may differ among the arguments of a node, with what is known of them."""
-    found: dict[int, str] = {}
-    for size in leaves_in((node.args, node.kwargs), Size):
-        # Of arithmetic, where a dimension is asked for and nothing else is.
-        if size.text.startswith("s[") or node.op in _VIEWS:
-            same = found.setdefault(plain(size), size.text) == size.text
-            found[plain(size)] = size.text if same else ""
-    return found
+def sizes_in(tree: Any) -> set[int]:
+    """The sizes that may differ among the leaves, as plain integers, unless they are derived."""
+    return {plain(size) for size in leaves_in(tree, Size) if size.text.startswith("s[")}
 
 
 def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:

@@ -36,7 +36,7 @@ from .torch_functions import (
     with_devices,
 )
 from .traced_sizes import note_results, note_sizes, sizes_in
-from .turns import Turns
+from .turns import turns
 
 __all__ = ["TracingMode", "unrecorded"]
 
@@ -210,14 +210,14 @@ class TracingMode(TorchFunctionMode):
             count = self.value_of(args[0]).shape[0]
             if count > _TURNS_AT_MOST:
                 self.keep(f"has a loop of up to {count} turns in '{self.place}'")
-            return Turns(args[0], count, self.note_effect)
+            return turns(args[0], count, self.note_effect)
         if op == "__bool__" and self.value_of(args[0]).counted:
             self.note_effect("decides by the numbers of entries", op, Tensor.__bool__, args)
             return False
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place, given=(args, kwargs))
         note_sizes(node, self.sizes)
-        asked = sizes_in(node)
+        sized = sizes_in((node.args, node.kwargs))
         node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
         operands, keywords = map_leaves(self.stand_in, with_devices(node))
         tensors = tensors_in((operands, keywords))
@@ -231,7 +231,7 @@ class TracingMode(TorchFunctionMode):
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
         self.note_function(op, function)
         written = [t for t, version in zip(tensors, versions) if t._version != version]
-        note_results(node, asked, tensors_in(result), self.sizes)
+        note_results(node, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)
         return result
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .reads import is_scalar
 
-__all__ = ["Turns"]
+__all__ = ["turns"]
 
 _OWN = __name__.rpartition(".")[0]
 
 
-class Turns:
-    """Gives the rows of a tensor to a loop, one by one.
+def turns(rows: Tensor, count: int, note_effect: Callable[[str], None]) -> Iterator[Tensor]:
+    """The rows of a tensor, for a loop.
 
     What a loop does may depend on how many turns there were, by a number or a list that it keeps:
     that is noted as an effect.
@@ -27,22 +27,14 @@ class Turns:
         count: how many there are.
         note_effect: is told of it, as a predicate.
     """
-
-    def __init__(self, rows: Tensor, count: int, note_effect: Callable[[str], None]) -> None:
-        self.rows, self.count, self.note_effect = rows, count, note_effect
-
-    def __iter__(self) -> Iterator[Tensor]:
-        before: dict[Any, Any] = {}
-        for number in range(self.count):
-            before = self._after_turn(before, sys._getframe(1))
-            yield self.rows.select(0, number)
-        self._after_turn(before, sys._getframe(1))
-
-    def _after_turn(self, before: dict[Any, Any], frame: types.FrameType) -> dict[Any, Any]:
-        kept = _kept_in(frame)
+    before: dict[Any, Any] = {}
+    for number in range(count + 1):
+        kept = _kept_in(sys._getframe(1))
         if any(kept.get(name) != value for name, value in before.items()):
-            self.note_effect("counts the turns of a loop")
-        return kept
+            note_effect("counts the turns of a loop")
+        before = kept
+        if number < count:
+            yield rows.select(0, number)
 
 
 def _kept_in(frame: types.FrameType | None) -> dict[Any, Any]:

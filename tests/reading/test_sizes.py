@@ -63,6 +63,11 @@ def by_joined_width(self: Any, x: Tensor) -> Tensor:
     return x * 2 if y.shape[0] == WIDTH else x + 1
 
 
+def by_a_length_like_another(self: Any, x: Tensor) -> Tensor:
+    y = x[:, :1].expand(-1, 3, -1).reshape(x.shape[0] * 3, WIDTH)
+    return x * 2 if y.shape[0] == x.shape[1] else x + 1
+
+
 def by_length_of_a_part(self: Any, x: Tensor) -> Tensor:
     y = x.view(*x.shape[:2], 2, -1).permute(2, 0, 1, 3)[0]
     return x * 2 if y.shape[1] > 5 else x + 1
@@ -99,6 +104,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "derived condition": by_derived_length,
     "joined condition": by_joined_length,
     "joined to a constant": by_joined_width,
+    "joined by chance": by_a_length_like_another,
     "condition of a part": by_length_of_a_part,
     "both": lambda self, x: x + 1 if x.shape[0] < x.shape[1] else x * 2,
     "equal": lambda self, x: x + 1 if x.shape[0] == x.shape[1] else x * 2,
@@ -122,9 +128,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "padded": lambda self, x: F.pad(x, (0, 0, 0, 9 - x.shape[1] % 9)),
 }
 # Forwards whose traces are to hold for other sizes, besides never for wrong ones.
-GENERAL = {
-    "any", "product", "numel", "condition", "slice", "joined condition", "condition of a part",
-}  # fmt: skip
+GENERAL = {"any", "product", "numel", "condition", "slice", "condition of a part"}
 
 
 # Lengths that a forward can take, where that is not any.
