@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .torch_internals import exporting, transforms_active
+from .torch_internals import dispatch_mode_stack, dispatch_modes, exporting, transforms_active
 
-__all__ = ["exporting", "functional", "stands_in", "transforms_active"]
+__all__ = ["exporting", "functional", "keeps_products", "stands_in", "transforms_active"]
 
 
 def stands_in(t: Tensor) -> bool:
@@ -29,3 +29,15 @@ def stands_in(t: Tensor) -> bool:
 def functional() -> bool:
     """Whether nothing takes an ``out`` or is overwritten: while traced, and under torch.vmap."""
     return torch.compiler.is_compiling() or transforms_active()
+
+
+def keeps_products() -> bool:
+    """Whether somebody may keep what matrix products return, so that it must not be overwritten.
+
+    While traced, under torch.vmap, and in a selective checkpoint, first and again.
+    """
+    if functional():
+        return True
+    if not dispatch_modes():  # the usual case
+        return False
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in dispatch_mode_stack())
