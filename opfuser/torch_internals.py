@@ -171,6 +171,10 @@ is_legacy_batched: Callable[[Tensor], bool] = _find(
 # How many modes see all calls. Instead: one, so that every call is as torch makes it.
 dispatch_modes: Callable[[], int] = _find("torch:_C._len_torch_dispatch_stack", lambda: 1)
 function_modes: Callable[[], int] = _find("torch:_C._len_torch_function_stack", lambda: 1)
+# These modes, the outermost first. Instead: none is known.
+dispatch_mode_stack: Callable[[], list[object]] = _find(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", list
+)
 function_mode_at: Callable[[int], object] = _find(
     "torch:_C._get_function_stack_at", lambda number: None
 )

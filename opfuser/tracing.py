@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .torch_internals import exporting, transforms_active
+from .torch_internals import dispatch_mode_stack, dispatch_modes, exporting, transforms_active
 
 __all__ = [
     "columns",
@@ -22,6 +22,7 @@ __all__ = [
     "exporting",
     "functional",
     "joined_columns",
+    "keeps_products",
     "stands_in",
     "transforms_active",
 ]
@@ -41,6 +42,18 @@ def stands_in(t: Tensor) -> bool:
 def functional() -> bool:
     """Whether nothing takes an ``out`` or is overwritten: while traced, and under torch.vmap."""
     return torch.compiler.is_compiling() or transforms_active()
+
+
+def keeps_products() -> bool:
+    """Whether somebody may keep what matrix products return, so that it must not be overwritten.
+
+    While traced, under torch.vmap, and in a selective checkpoint, first and again.
+    """
+    if functional():
+        return True
+    if not dispatch_modes():  # the usual case
+        return False
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in dispatch_mode_stack())
 
 
 def joined_columns(parts: Iterable[Tensor]) -> Tensor:

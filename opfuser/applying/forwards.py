@@ -26,6 +26,7 @@ from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import is_hooked
+from ..recomputation import parts_under_way
 from ..tracing import transforms_active
 from .caches import WithoutGradients
 from .compiled import CompiledCalls, traced_call
@@ -190,7 +191,8 @@ class State(CompiledCalls):
         inputs, _, cache = given
         head = decision.head
         if head is not None and self.local.within and not is_hooked(module):
-            deferred = head.deferred(inputs)
+            # A checkpoint calls the head once more, outside of a call of the model.
+            deferred = None if parts_under_way() else head.deferred(inputs)
             if deferred is not None:
                 return deferred
         decision.calls += 1

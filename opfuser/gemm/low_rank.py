@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.dropout_masks import masked
-from .operands import Adapter, LowRank, as_rows, functional, mm
+from ..tracing import keeps_products
+from .operands import Adapter, LowRank, as_rows, mm
 
 __all__ = ["add_low_rank", "add_low_rank_dgrad", "low_rank_wgrad"]
 
@@ -74,8 +75,8 @@ class _Term(NamedTuple):
 
 
 def _plus(t: Tensor, terms: Iterable[_Term], dtype: torch.dtype) -> Tensor:
-    """``t`` and the terms, summed in ``dtype``: in place, unless a trace forbids that."""
-    rows, traced = as_rows(t), functional()
+    """``t`` and the terms, summed in ``dtype``: in place, where nothing forbids that."""
+    rows, traced = as_rows(t), keeps_products()
     wide = rows.to(dtype)
     for a, b, alpha, of, d in terms:
         if not traced and (d is None or d.mask is None):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
+from ..tracing import keeps_products
 from .low_rank import add_low_rank, add_low_rank_dgrad
 from .operands import LowRank, Operand, Stacked, Weight, as_rows, mm
 from .stacked import stacked_dgrad, stacked_forward
@@ -64,7 +65,12 @@ def forward(
     if add is not None:
         return _forward_add(add, x, w, bias, scale, in_place=in_place)
     y = mm(as_rows(x), w.t(), scale).view(*x.shape[:-1], w.shape[0])
-    return y if bias is None else y.add_(bias)
+    return y if bias is None else _plus(y, bias)
+
+
+def _plus(y: Tensor, z: Tensor) -> Tensor:
+    """``y + z`` for a product y."""
+    return y + z if keeps_products() else y.add_(z)
 
 
 def _forward_add(
@@ -76,7 +82,7 @@ def _forward_add(
         # (4096, 4096) in bf16 and a sum, where a GEMM that starts from z + b takes 464. On a CPU
         # both take the same, and four views fewer are made; in place there, z + b takes no memory.
         y = linear(x, w, bias)
-        return z.add_(y) if in_place else y.add_(z)
+        return z.add_(y) if in_place else _plus(y, z)
     alpha = 1 if scale is None else scale
     if in_place:
         # On that H200 352 us, where the GEMM alone takes 348, and 384 if z has to be copied.

@@ -7,6 +7,8 @@ import importlib
 import inspect
 import io
 import logging
+import math
+import operator
 import os
 import random
 import sys
@@ -34,6 +36,9 @@ __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
+_OF_INTEGERS = frozenset(
+    (math.comb, math.factorial, math.gcd, math.isqrt, math.lcm, math.perm, operator.index)
+)
 # Names in code that reads attributes without their objects.
 _HIDDEN = {"getattr_static"}, {"object", "__getattribute__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -244,6 +249,8 @@ class Recording:
         own = function.__self__
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
+        elif function in _OF_INTEGERS:  # which take a size for an integer, and note nothing
+            self.note_loop()
         elif isinstance(own, _GENERATORS):
             self._drawn.setdefault(id(own), _state_of(own))
             self.note_effect("draws random numbers")

@@ -175,6 +175,7 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
 
 
 def _fixing(name: str) -> Any:
+    """A method of integers, of which sizes are the same in all calls."""
     function = getattr(int, name)
 
     def method(self: Size, *others: Any) -> Any:
@@ -208,3 +209,5 @@ for _name in (
     "rdivmod repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
 ).split():
     setattr(Size, f"__{_name}__", _fixing(f"__{_name}__"))
+for _name in ("as_integer_ratio", "bit_count", "bit_length", "conjugate", "to_bytes"):
+    setattr(Size, _name, _fixing(_name))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser.applying import report
@@ -156,6 +157,29 @@ def test_what_logits_are_computed_of_may_not_be_written_to() -> None:
     opfuser.apply(model, fused_loss=True)
     with pytest.raises(NotSupportedError, match=r"its parameters as they were.*fused_loss=False"):
         step(model)
+
+
+class Again(Trained):
+    """Its head and its loss are computed again in backward."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        def loss(x: Tensor) -> Tensor:
+            assert targets is not None
+            return self.loss(self.head(x), targets)
+
+        x = self.norm(self.tokens(ids))
+        return None, checkpoint(loss, x, use_reentrant=False)
+
+
+def test_a_head_in_a_checkpoint_is_computed_both_times() -> None:
+    model, plain = Again(rows).double(), Again(rows).double()
+    plain.load_state_dict(model.state_dict())
+    opfuser.apply(model, fused_loss=True)
+    for _ in range(2):
+        for m in (model, plain):
+            m.zero_grad()
+            m(IDS, IDS)[1].backward()
+        torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
 
 
 def test_modules_that_are_called_by_themselves_return_logits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import opfuser
 from opfuser.applying import report
@@ -53,6 +54,27 @@ def test_blocks_in_a_checkpoint_are_computed(reentrant: bool) -> None:
     opfuser.apply(model)
     assert_equal_steps(step(model), step(plain))
     assert_equal_steps(step(model), step(plain))
+    assert paths(report(model)) == ["blocks.0", "blocks.1", "norm"]
+
+
+class Selecting(Checkpointed):
+    """What products of matrices return is kept, all else computed again."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        kept = functools.partial(create_selective_checkpoint_contexts, products)
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=kept)
+        return self.head(self.norm(x))
+
+
+def test_blocks_in_a_selective_checkpoint_overwrite_no_products() -> None:
+    model, plain = nano_gpt(), nano_gpt()
+    model.__class__ = Selecting
+    opfuser.apply(model)
+    for _ in range(3):
+        assert_equal_steps(step(model), step(plain))
     assert paths(report(model)) == ["blocks.0", "blocks.1", "norm"]
 
 

@@ -362,6 +362,35 @@ def test_what_a_forward_asks_of_the_process(asks: Any, mode: Any) -> None:
     assert "asks for" in str(report(block))
 
 
+LENGTHS: dict[str, Callable[[int], float]] = {
+    "reciprocal": lambda n: 1.0 / n,
+    "factor": lambda n: 0.5 * n,
+    "comparison": lambda n, limit=7.5: 2.0 if limit < n else 1.0,
+    "logarithm": math.log,
+    "root": math.isqrt,
+    "bits": lambda n: n.bit_length(),
+    "entry": lambda n: [*range(20)][n],
+    "slice": lambda n: sum([*range(20)][:n]),
+    "text": lambda n: float("%d" % n),  # noqa: UP031
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_what_the_interpreter_computes_of_a_size(name: str) -> None:
+    factor = LENGTHS[name]
+
+    def act(h: Tensor) -> Tensor:
+        return torch.relu(h) * factor(h.shape[1])
+
+    model, plain = blocks(act), blocks(act)
+    opfuser.apply(model)
+    for length in (7, 8, 5, 12, 7, 8, 9):
+        got, want = X[:, :1].repeat(1, length, 1), X[:, :1].repeat(1, length, 1)
+        for ours, theirs in zip(model, plain):
+            got, want = ours(got), theirs(want)
+        torch.testing.assert_close(got, want)
+
+
 class Doubling(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None

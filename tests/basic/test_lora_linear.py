@@ -6,12 +6,14 @@ What all operations do alike: test_all.py and test_attributes.py.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import opfuser
 from opfuser import LoRAAdapter, LoRALinear, Residual, RMSNorm, Sequential, SwiGLU
@@ -269,3 +271,22 @@ def test_dropout_of_torch_is_what_the_reference_draws() -> None:
     torch.manual_seed(0)
     u = F.linear(F.dropout(x, 0.5), op.lora_A_default)
     torch.testing.assert_close(y, F.linear(x, op.weight) + F.linear(u, op.lora_B_default))
+
+
+@pytest.mark.parametrize("name", ["one", "of three"])
+def test_a_selective_checkpoint_may_keep_the_products(name: str) -> None:
+    op, x = made(name).double(), torch.randn(4, 7, dtype=torch.float64)
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+    def selected(x: Tensor) -> Tensor:
+        kept = partial(create_selective_checkpoint_contexts, products)
+        y: Tensor = checkpoint(op, x, use_reentrant=False, context_fn=kept)
+        return y
+
+    dy = torch.randn_like(op(x))
+    want = run(op, x, dy)
+    x = x.requires_grad_()
+    y = selected(x)
+    leaves = [x, *[p for p in op.parameters() if p.requires_grad]]
+    for got, expected in zip((y, *torch.autograd.grad(y, leaves, dy)), want):
+        torch.testing.assert_close(got, expected)
