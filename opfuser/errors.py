@@ -188,4 +188,12 @@ class MissingImplementationError(OpfuserError, NotImplementedError):
 
 
 class TorchVersionError(OpfuserError, ImportError):
-    """A feature needs a private name that the installed torch does not have."""
+    """The installed torch is too old, or has not the private name that a feature needs."""
+
+
+class MissingPackageError(OpfuserError, ImportError):
+    """A feature needs a package that is not installed, or not in that version."""
+
+
+class CompilerError(OpfuserError, RuntimeError):
+    """Triton could not build what launches its kernels."""

@@ -79,6 +79,17 @@ def _needed(name: str, by: str, *, built: bool = True) -> Any:
     return _find(name, refuse, built=built)
 
 
+OLDEST = 2, 11
+if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+    raise TorchVersionError(
+        explain(
+            f"opfuser needs torch {OLDEST[0]}.{OLDEST[1]} or later",
+            received=f"torch {torch.__version__}",
+            remedy=f"Run pip install --upgrade 'torch>={OLDEST[0]}.{OLDEST[1]}'",
+        )
+    )
+
+
 def _true(*args: Any) -> bool:
     return True
 

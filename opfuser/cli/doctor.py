@@ -55,7 +55,8 @@ def _text(found: Examination) -> str:
             lines += wrap(row.value, 80, initial_indent=head, subsequent_indent=" " * len(head))
     lines.append("")
     for problem in found.problems:
-        lines += wrap(f"! {problem}", 80, subsequent_indent="  ")
+        # Commands in it are to be copied.
+        lines += wrap(f"! {problem}", 80, subsequent_indent="  ", break_on_hyphens=False)
     if not found.problems:
         lines.append("Nothing is wrong.")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import compilers
 from .. import torch_internals as internals
+from ..errors import CompilerError, explain
 from ..recording import watching
 from ..tracing import functional
 
@@ -325,7 +328,13 @@ class Launch:
             return
         began = time.perf_counter()
         with torch.cuda.device(args[0].device):
-            kernel = function[grid](*args, *self._values, **self.options)
+            try:
+                kernel = function[grid](*args, *self._values, **self.options)
+            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                lacking = compilers.trouble() if compilers.explains(error) else None
+                if lacking is None:
+                    raise
+                raise CompilerError(explain(lacking, where=self.name)) from error
         entry = None if key is None else internals.launcher_of(kernel)
         if key is not None and entry is not None:
             general, told = _general(key), _State.compiled

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention import cudnn_versions
 from ..attention.call import Request, enabled_kernels
 from ..attention.choice import KERNELS
 from ..engine.replay_options import current
@@ -19,6 +18,7 @@ from ..fusion_config import as_yaml
 from ..gemm_providers import names as gemm_providers
 from ..registry import effective, fusions, plugins, registry
 from ..torch_internals import TESTED
+from . import gpu_problems
 from .machine import machine
 
 __all__ = ["Examination", "Row", "examine"]
@@ -42,7 +42,6 @@ _OTHER_VARIABLES = (
     "TRITON_CACHE_DIR",
     "TRITON_INTERPRET",
 )
-_OLDEST = 8, 0  # what kernels are compiled for by the tests
 _FP8, _FP4 = (8, 9), (10, 0)
 
 
@@ -156,11 +155,17 @@ class _Requirement(NamedTuple):
     name: str
     bounds: str
     extras: tuple[str, ...]
+    everywhere: bool = True
+
+    @property
+    def remedy(self) -> str:
+        """What installs it."""
+        return f"Run pip install '{self.name}{self.bounds}'"
 
 
 def _requirements() -> list[_Requirement]:
     """What the installed opfuser asks for; nothing if it runs from a folder of sources."""
-    out: dict[tuple[str, str], list[str]] = {}
+    out: dict[tuple[str, str, bool], list[str]] = {}
     try:
         lines = metadata.requires("opfuser") or []
     except metadata.PackageNotFoundError:
@@ -170,8 +175,9 @@ def _requirements() -> list[_Requirement]:
         read = re.fullmatch(r"\s*([\w.-]+)(?:\[[\w,-]+\])?\s*(.*?)\s*", text)
         if read is not None:
             extras = re.findall(r"extra == ['\"]([\w-]+)['\"]", marker)
-            out.setdefault((read[1], read[2]), []).extend(extras)
-    return [_Requirement(*key, tuple(extras)) for key, extras in out.items()]
+            key = read[1], read[2], "platform" not in marker
+            out.setdefault(key, []).extend(extras)
+    return [_Requirement(*key[:2], tuple(extras), key[2]) for key, extras in out.items()]
 
 
 def _packages() -> Iterator[Row]:
@@ -250,19 +256,10 @@ def _variables() -> Iterator[Row]:
 
 def _problems() -> Iterator[str]:
     capability = _capability()
-    if capability is not None:
-        if capability < _OLDEST:
-            yield (
-                f"The GPU has compute capability {capability[0]}.{capability[1]}; kernels are made "
-                f"for {_OLDEST[0]}.{_OLDEST[1]} and later."
-            )
-        if _installed("triton") is None:
-            yield "There is a GPU but no Triton, so no kernel runs: pip install triton."
-        trouble = cudnn_versions.trouble()
-        if trouble is not None:
-            yield f"{trouble}."
-    elif torch.version.cuda is not None and os.path.exists("/dev/nvidiactl"):
-        yield "The machine has a GPU that torch cannot use: see torch.cuda.is_available()."
+    if capability is None:
+        yield from gpu_problems.of_unused()
+    else:
+        yield from gpu_problems.of_used(capability, has_triton=_installed("triton") is not None)
     yield from _problems_of_versions()
     for name in os.environ:
         if name.startswith("OPFUSER_") and name not in KNOWN_VARIABLES:
@@ -290,10 +287,12 @@ def _switch_problems() -> Iterator[str]:
 def _problems_of_versions() -> Iterator[str]:
     for requirement in _requirements():
         version = _installed(requirement.name)
+        if version is None and requirement.everywhere and not requirement.extras:
+            yield f"opfuser needs {requirement.name}, which is not installed. {requirement.remedy}."
         if version is not None and not within(version, requirement.bounds):
             yield (
                 f"{requirement.name} {version} is installed, and opfuser needs "
-                f"{requirement.bounds}."
+                f"{requirement.bounds}. {requirement.remedy}."
             )
     # No upper bound is asked for, which would take away a newer torch that people have already.
     for name, tested in TESTED.items():

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import opfuser
+from opfuser import compilers
 from opfuser.attention import cudnn_versions
 from opfuser.plugins import PluginInfo
-from opfuser.report import doctor
+from opfuser.report import doctor, gpu_problems
 
 Command = Callable[..., Any]
 
@@ -116,6 +117,41 @@ def _two_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_versions, "trouble", lambda: "Several libraries of cuDNN are loaded")
 
 
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(doctor, "_installed", lambda name: "3.9.0")
+    monkeypatch.setattr(compilers, "trouble", lambda: "Triton finds no C compiler: install gcc")
+
+
+def _other_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_capability", lambda: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+
+
+def _unused(cuda: str | None, visible: str | None) -> Callable[[pytest.MonkeyPatch], None]:
+    """A driver is loaded, and torch sees no GPU."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "_capability", lambda: None)
+        monkeypatch.setattr(gpu_problems, "_DRIVER", __file__)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "init", _no_driver)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return plant
+
+
+def _no_driver() -> None:
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nMore.")
+
+
+def _no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["no-such-numpy>=1.26"])
+
+
 def _other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch<2.4,>=2.0"])
 
@@ -129,9 +165,46 @@ PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "an old GPU": (_old_gpu, "compute capability 7.5; kernels are made for 8.0 and later."),
     "no Triton": (_no_triton, "There is a GPU but no Triton, so no kernel runs"),
     "two cuDNN": (_two_libraries, "Several libraries of cuDNN are loaded."),
+    "no compiler": (_no_compiler, "Triton finds no C compiler: install gcc."),
+    "a torch for other GPUs": (
+        _other_build,
+        (
+            f"torch {torch.__version__} was not built for GPUs of compute capability 12.0: "
+            "install a build that is, as https://pytorch.org says."
+        ),
+    ),
+    "a torch for CPUs": (
+        _unused(None, None),
+        (
+            f"The machine has a GPU that torch does not use: torch {torch.__version__} is a build "
+            "without CUDA; install one with it, as https://pytorch.org says."
+        ),
+    ),
+    "a hidden GPU": (
+        _unused("13.0", ""),
+        "The machine has a GPU that torch does not use: CUDA_VISIBLE_DEVICES hides it; unset it.",
+    ),
+    "an old driver": (
+        _unused("13.0", None),
+        (
+            "The machine has a GPU that torch does not use: The NVIDIA driver on your system is "
+            "too old (found version 12020); install a driver for CUDA 13.0 or later, and see that "
+            "nvidia-smi runs."
+        ),
+    ),
+    "a missing package": (
+        _no_numpy,
+        (
+            "opfuser needs no-such-numpy, which is not installed. "
+            "Run pip install 'no-such-numpy>=1.26'."
+        ),
+    ),
     "another torch": (
         _other_torch,
-        f"torch {metadata.version('torch')} is installed, and opfuser needs",
+        (
+            f"torch {metadata.version('torch')} is installed, and opfuser needs <2.4,>=2.0. "
+            "Run pip install 'torch<2.4,>=2.0'."
+        ),
     ),
     "a newer torch": (
         _torch_of_next_year,
@@ -172,3 +245,22 @@ def test_what_is_wrong_is_a_finding(
 )
 def test_versions_are_compared_by_number(version: str, bounds: str, inside: bool) -> None:
     assert doctor.within(version, bounds) is inside
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "built"),
+    [
+        (["sm_80", "sm_90"], (8, 6), True),
+        (["sm_80", "sm_90"], (9, 0), True),
+        (["sm_86", "sm_90"], (8, 0), False),
+        (["sm_80", "sm_90"], (12, 0), False),
+        (["sm_90", "sm_90a", "sm_100", "compute_90"], (12, 0), True),
+        (["sm_75", "compute_120"], (9, 0), False),
+        (["gfx942"], (9, 0), False),
+        ([], (9, 0), True),
+    ],
+)
+def test_what_a_torch_is_built_for(
+    architectures: list[str], capability: tuple[int, int], built: bool
+) -> None:
+    assert gpu_problems.is_built_for(capability, architectures) is built

@@ -14,6 +14,7 @@ from opfuser import DotProductAttention
 
 from ...attention.masks import hides_queries
 from ...errors import NotSupportedError, explain
+from ...libraries import required
 from ...reading.recording import is_tracing
 from ...torch_internals import constant_result
 
@@ -33,14 +34,20 @@ def register_attention() -> None:
     masks, which are those of ``"sdpa"``. A later call changes nothing.
 
     Raises:
-        ImportError: transformers cannot be imported.
+        MissingPackageError: there is no transformers, or one without these registers.
         NotSupportedError: in calls of a model, for weights of attention, for paged caches, and for
             masks without exact gradients.
     """
-    utils = importlib.import_module("transformers.modeling_utils")
-    masks = importlib.import_module("transformers.masking_utils")
-    utils.AttentionInterface.register(NAME, attention_forward)
-    masks.AttentionMaskInterface.register(NAME, masks.sdpa_mask)
+    functions, masks, mask = (
+        required(f"transformers.{name}", "opfuser.hf.register_attention", "opfuser[hf]")
+        for name in (
+            "modeling_utils:AttentionInterface",
+            "masking_utils:AttentionMaskInterface",
+            "masking_utils:sdpa_mask",
+        )
+    )
+    functions.register(NAME, attention_forward)
+    masks.register(NAME, mask)
 
 
 def attention_forward(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from ...applying.decisions import Application
 from ...applying.forwards import State, state_of
+from ...libraries import required
 from ...reading.recording import is_tracing
 
 __all__ = ["LAYERS", "kernel_mapping"]
@@ -76,9 +76,9 @@ def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
         Repositories by name of the layer, device and mode.
 
     Raises:
-        ImportError: ``kernels`` cannot be imported.
+        MissingPackageError: there is no ``kernels``.
     """
-    mode = importlib.import_module("kernels").Mode
+    mode = required("kernels:Mode", "opfuser.hf.kernel_mapping", "kernels")
     modes = [
         first | second
         for first in (mode.TRAINING, mode.INFERENCE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from opfuser import FusibleOperation, Sequential
 from opfuser.change_tracking import has_hooks
 from opfuser.engine.routing import PrivateChannel
 from opfuser.errors import ArgumentTypeError, NotSupportedError, explain
+from opfuser.libraries import required
 
 from .linear_modules import (
     GroupedLinearOptions,
@@ -132,7 +132,7 @@ def to_te(sequence: nn.Module) -> Any:
         sequence: left as it is.
 
     Raises:
-        ImportError: Transformer Engine cannot be imported.
+        MissingPackageError: Transformer Engine cannot be imported.
         ArgumentTypeError: ``sequence`` is no Sequential.
         NotSupportedError: an operation, an option, a recipe or a hook has no counterpart; or the
             sequence of a module has been changed since.
@@ -145,8 +145,10 @@ def to_te(sequence: nn.Module) -> Any:
                 remedy="Wrap an operation: to_te(Sequential(operation))",
             )
         )
-    engine = importlib.import_module("transformer_engine.pytorch")
-    classes = importlib.import_module("transformer_engine.pytorch.ops")
+    engine, classes = (
+        required(f"transformer_engine.pytorch{name}", "to_te", "opfuser[te]")
+        for name in ("", ".ops")
+    )
     return _sequence_to_te(sequence, engine, classes, ())
 
 
