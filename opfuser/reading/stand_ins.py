@@ -66,9 +66,17 @@ def _reads_first_two(method: Any) -> bool:
     return all(others.isdisjoint(n if isinstance(n, tuple) else (n,)) for n in named)
 
 
+class _Queries(int):
+    """A number of queries; transformers 5.0 asks for that of a tensor of their positions."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (int(self),)
+
+
 def cached_length(cache: Any, queries: int, layer: int) -> int:
     """How many keys a layer of a cache returns after an update by ``queries`` of them."""
-    return int(cache.get_mask_sizes(queries, layer)[0])
+    return int(cache.get_mask_sizes(_Queries(queries), layer)[0])
 
 
 Record = Callable[[Any, Tensor, Tensor, Any, bool], tuple[Tensor, Tensor]]
