@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -9,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor, nn
 
 __all__ = [
-    "MORE",
     "CacheStandIn",
     "LayerIndex",
     "Update",
@@ -17,9 +19,6 @@ __all__ = [
     "ignores_more",
     "is_cache",
 ]
-
-
-MORE = "updates its cache with more than keys and values"
 
 
 class Update(NamedTuple):
@@ -30,7 +29,7 @@ class Update(NamedTuple):
         holder: path of the module whose ``layer_idx`` is the layer; None if ``layer`` is.
         layer: of the cache.
         queries: how many keys are added, as an expression of the sizes ``s`` of the call.
-        more: whether it is given more than keys and values, which has to change nothing.
+        more: whether it is given more than keys and values, which it has to ignore.
     """
 
     cache: int
@@ -43,18 +42,41 @@ class Update(NamedTuple):
 def ignores_more(cache: Any, layer: int) -> bool:
     """Whether a layer of a cache does nothing with what it is given besides keys and values.
 
-    From transformers 5.24 on models hand on their keywords, for paged caches alone.
+    Models of transformers hand on what some caches need: positions in 5.0, all keywords since 5.24.
     """
     layers = getattr(cache, "layers", ())
     missing = getattr(cache, "layer_class_to_replicate", None)
-    kinds = type(cache), type(layers[layer]) if layer < len(layers) else missing
-    updates = (getattr(kind, "update", None) for kind in kinds)
-    return all(getattr(f, "__module__", "") == "transformers.cache_utils" for f in updates)
+    kind: Any = type(layers[layer]) if layer < len(layers) else missing
+    base: Any = sys.modules["transformers.cache_utils"]
+    hands_on = type(cache).update is base.Cache.update
+    return hands_on and _reads_first_two(getattr(kind, "update", None))
+
+
+@functools.cache
+def _reads_first_two(method: Any) -> bool:
+    """Whether a method names no other arguments in its code than the first two."""
+    code = getattr(method, "__code__", None)
+    if code is None or code.co_argcount < 3:  # of a wrapper, as it may be
+        return False
+    flags = inspect.CO_VARARGS, inspect.CO_VARKEYWORDS
+    count = code.co_argcount + code.co_kwonlyargcount + sum(bool(code.co_flags & f) for f in flags)
+    others = set(code.co_varnames[3:count])
+    named = (instruction.argval for instruction in dis.get_instructions(code))
+    # Some instructions name two variables.
+    return all(others.isdisjoint(n if isinstance(n, tuple) else (n,)) for n in named)
+
+
+class _Queries(int):
+    """A number of queries; transformers 5.0 asks for that of a tensor of their positions."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (int(self),)
 
 
 def cached_length(cache: Any, queries: int, layer: int) -> int:
     """How many keys a layer of a cache returns after an update by ``queries`` of them."""
-    return int(cache.get_mask_sizes(queries, layer)[0])
+    return int(cache.get_mask_sizes(_Queries(queries), layer)[0])
 
 
 Record = Callable[[Any, Tensor, Tensor, Any, bool], tuple[Tensor, Tensor]]
@@ -94,9 +116,7 @@ class CacheStandIn:
         self, keys: Tensor, values: Tensor, layer_idx: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values so far, of the shapes that the cache would return."""
-        more = kwargs.pop("kwargs", None) is not None
-        if any(leaf is not None for leaf in (*args, *kwargs.values())):
-            self._keep(MORE)
+        more = any(leaf is not None for leaf in (*args, *kwargs.values()))
         return self._record(self._cache, keys, values, layer_idx, more)
 
     def __getattr__(self, name: str) -> Any:

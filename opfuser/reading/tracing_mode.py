@@ -19,7 +19,7 @@ from .kept import KeptError
 from .reads import is_scalar
 from .recording import Recording
 from .sizes import Size, Sizes, plain
-from .stand_ins import MORE, CacheStandIn, LayerIndex, Update, cached_length, ignores_more, is_cache
+from .stand_ins import CacheStandIn, LayerIndex, Update, cached_length, ignores_more, is_cache
 from .torch_functions import (
     DRAWS,
     OF_DEVICE,
@@ -323,7 +323,7 @@ class TracingMode(TorchFunctionMode):
         """Records the update of a cache by the keys and values of a layer."""
         holder, layer = index.of_cache() if type(index) is LayerIndex else (None, int(index))
         if more and not ignores_more(cache, layer):
-            self.keep(MORE)
+            self.keep("updates its cache with more than keys and values")
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"

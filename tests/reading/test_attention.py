@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -259,21 +258,23 @@ def test_heads_whose_ends_turn_after_a_norm() -> None:
 
 
 class TellsMore(Cached):
-    """Hands its keywords to the cache, as models do from transformers 5.24 on."""
+    """Hands more to the cache than keys and values, as models of transformers do."""
 
     starts = True
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
-        update = functools.partial(cache.update, kwargs={"scale": 2.0})
+        def update(k: Tensor, v: Tensor, layer: int) -> Any:
+            return cache.update(k, v, layer, {"scale": 2.0})
+
         return super().forward(x, cos, sin, SimpleNamespace(update=update))
 
 
 class Scaling(transformers.cache_utils.DynamicLayer):
-    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(k * kwargs["kwargs"]["scale"], v)
+    def update(self, k: Tensor, v: Tensor, more: Any = None) -> Any:
+        return super().update(k * more["scale"], v)
 
 
-def test_keywords_reach_a_cache_that_may_read_them() -> None:
+def test_a_cache_that_may_read_more_than_keys_and_values_gets_it() -> None:
     module = TellsMore()
     module.out = nn.Linear(HEADS * 5, WIDTH).double()
     given = stream(), *angles(4)
