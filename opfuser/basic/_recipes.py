@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
+from ..context import autocast_dtype
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
+from ..op import BasicOperation
 from ..quantization.products import gemm_choices
+from ..quantization.region import active_recipe, amax_group
+from ..quantization.tensor_quantizer import TensorQuantizer
+from ..quantization.weights import encoding_of
+from ..recipe import Recipe
 
-__all__ = ["check_own_recipe", "choices_of", "features_refusal", "recipe_refusal"]
+__all__ = ["check_own_recipe", "choices_of", "features_refusal", "quantizer_of", "recipe_refusal"]
 
 
 def check_own_recipe(recipe: object, where: str) -> None:
@@ -80,3 +87,27 @@ def choices_of(
     assert env.recipe is not None
     of_weight = torch.promote_types(own, torch.float32) if into_main_grad else own
     return gemm_choices(env.recipe, features, (env.autocast_dtype or own, of_weight), env.device)
+
+
+def quantizer_of(
+    op: BasicOperation, w: Tensor | None, mode: str, index: int, stored: Recipe | None = None
+) -> TensorQuantizer | None:
+    """How a linear operation quantises a tensor of a pass in the region of the caller, or None.
+
+    Args:
+        op: the operation.
+        w: its weight, or the first one; None where it was cleared.
+        mode: ``"forward"`` or ``"backward"``.
+        index: of the tensor.
+        stored: the recipe by which its weight is stored.
+    """
+    recipe = active_recipe()
+    if recipe is None or w is None:
+        return None
+    env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
+    if op.quantized_refusal(env) is not None:
+        return None
+    role = "grad_output" if mode == "backward" else ("input", "weight")[index]
+    if role == "weight" and stored is not None:
+        recipe = encoding_of(stored)
+    return TensorQuantizer(op, recipe, amax_group(), role)

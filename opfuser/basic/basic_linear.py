@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..async_tensor_parallel import gather_multiply, multiply_scatter
-from ..context import COMPUTE_DTYPES, autocast_dtype
+from ..context import COMPUTE_DTYPES
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
 from ..quantization.recipe_state import init_new_operation
-from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
-from ..quantization.weights import encoding_of, layout_refusal, stored_in
+from ..quantization.weights import layout_refusal, stored_in
 from ..wgrad_overlap import WgradOverlap
 from ._distributed import (
     gather_input,
@@ -33,7 +32,7 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
-from ._recipes import check_own_recipe, choices_of, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, quantizer_of, recipe_refusal
 from ._stored_weight import StoresWeight
 from ._weight_grad import (
     Product,
@@ -269,17 +268,10 @@ class BasicLinear(StoresWeight):
         return 2 if mode == "forward" else 1
 
     def _quantizer(self, mode: str, index: int) -> TensorQuantizer | None:
-        recipe = active_recipe()
-        w: Tensor | None = self.weight
-        if recipe is None or w is None:
-            return None
-        env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
-        if self.quantized_refusal(env) is not None:
-            return None
-        role = "grad_output" if mode == "backward" else ("input", "weight")[index]
-        if role == "weight" and self.weight_format is not None:
-            recipe = encoding_of(self.weight_format.recipe)
-        return TensorQuantizer(self, recipe, amax_group(), role)
+        stored = self.weight_format
+        return quantizer_of(
+            self, self.weight, mode, index, None if stored is None else stored.recipe
+        )
 
     def op_forward(
         self,

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
+from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError, InputError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import OperationContext
 from ..quantization.recipe_state import init_new_operation
-from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..tracing import columns, functional, joined_columns
 from ..wgrad_overlap import WgradOverlap, compute
 from ._distributed import LinearSharding, gather_input, refuse_reference
 from ._linear_operation import LinearOperation
 from ._projections import OfProjections, Projection
-from ._recipes import check_own_recipe, choices_of, features_refusal, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, features_refusal, quantizer_of, recipe_refusal
 from ._weight_grad import (
     Computed,
     Product,
@@ -119,14 +118,7 @@ class BasicMergedLinear(OfProjections, LinearOperation):
         return 2 if mode == "forward" else 1
 
     def _quantizer(self, mode: str, index: int) -> TensorQuantizer | None:
-        recipe, w = active_recipe(), self._first_weight()
-        if recipe is None:
-            return None
-        env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
-        if self.quantized_refusal(env) is not None:
-            return None
-        role = "grad_output" if mode == "backward" else ("input", "weight")[index]
-        return TensorQuantizer(self, recipe, amax_group(), role)
+        return quantizer_of(self, self._first_weight(), mode, index)
 
     def scale_of(self, weight: Tensor) -> Tensor | None:
         """None: the weights are stored in high precision."""

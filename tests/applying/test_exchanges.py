@@ -94,6 +94,6 @@ def test_layers_read_the_data_that_those_of_the_model_read(name: str) -> None:
 
 
 def test_experts_multiplied_at_once() -> None:
-    """By grouped_mm of W^T itself. Weights of the last product are held; docs/apply.md says it."""
+    """By grouped_mm of W^T itself. Weights of the last product are held; docs/limits.md says it."""
     model = _experts("gpt_oss", "grouped_mm")
     assert_exchanges_alike(model, lambda name: "down_proj" not in name)

@@ -123,6 +123,21 @@ def test_only_what_is_wanted(kind: str, shape: tuple[int, int], device: torch.de
             torch.testing.assert_close(result, everything[name], msg=f"{name}, {wants}")
 
 
+@pytest.mark.parametrize("kind", [RMS, LAYER])
+@pytest.mark.parametrize("shape", [(7, 33), (1, 9000)])
+def test_output_of_another_weight(kind: str, shape: tuple[int, int], device: torch.device) -> None:
+    """Gradients are of a weight, and the output of another one."""
+    case = make(kind, shape, FP32, device, add=True)
+    saved, other = forward(case), case._replace(weight=torch.randn_like(case.weight))
+    want = {**backward(case, saved), "recomputed y": backward(other, saved)["recomputed y"]}
+    dx, dw, _, y = norm.norm_backward(
+        case.dy, saved["total"], case.weight, case.bias, saved.get("mean"), saved["rstd"],
+        case.dtotal, EPS, case.centred, True, True, True, other.weight,
+    )  # fmt: skip
+    for result, name in ((dx, "dx"), (dw, "dw"), (y, "recomputed y")):
+        assert torch.equal(result, want[name])
+
+
 @pytest.mark.parametrize(
     ("residual", "cols"),
     [(FP32, 33), (FP16, 33), (torch.float64, 33), (FP32, 9000), (FP16, 9000)],
