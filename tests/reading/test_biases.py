@@ -252,6 +252,18 @@ KEPT: dict[str, tuple[Attend, tuple[Tensor, ...], str]] = {
         (trained(GIVEN),),
         "in the mask of attention",
     ),
+    "earlier keys hidden, by a comparison": (
+        by_sdpa(lambda m, x, bias: torch.where(
+            torch.arange(x.shape[1]) >= torch.arange(x.shape[1])[:, None], bias, LOWEST)),
+        (trained(GIVEN),),
+        "in the mask of attention",
+    ),
+    "later keys hidden, counted from elsewhere": (
+        by_sdpa(lambda m, x, bias: torch.where(
+            torch.arange(1, x.shape[1] + 1)[:, None] >= torch.arange(x.shape[1]), bias, LOWEST)),
+        (trained(GIVEN),),
+        "in the mask of attention",
+    ),
     "keys from the query on hidden": (
         by_sdpa(lambda m, x, bias: torch.where(
             torch.arange(x.shape[1])[:, None] > torch.arange(x.shape[1]), bias, LOWEST)),
