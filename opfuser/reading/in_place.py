@@ -108,9 +108,8 @@ def _settle_parts(dataflow: Dataflow, empty: Value, sharing: list[Value]) -> Non
         parts[start], (_, last), readers = part, readers[:2], readers[2:]
     ends = {start + part.shape[-1] for start, part in parts.items()}
     whole = {0, *ends} == {end, *parts} and sum(p.shape[-1] for p in parts.values()) == end
-    if last is None or not whole or any("writes in place" in n.effect for n in readers):
-        return
-    if not known.union(*(n.results for n in readers)).issuperset(sharing):  # views of the whole
+    seen = known.union(*(n.results for n in readers))  # views of the whole
+    if last is None or not whole or not seen.issuperset(sharing):
         return
     read = [v for n in readers for v in values_in((n.args, n.kwargs))]
     if any(v in known and v is not empty for v in (*read, *values_in(dataflow.result))):

@@ -37,4 +37,4 @@ def test_script_says_that_the_page_differs_and_writes_it(
         "Of 1 families, 1 have their layers, 1 have their attention, 1 have their MLP computed."
         in lines
     )
-    assert "| gpt2 | yes | yes | yes |  | yes | yes |  |" in lines
+    assert "| gpt2 | yes | yes | yes |  | yes | yes | yes |  |" in lines

@@ -129,6 +129,13 @@ def written_behind(self: Layers, x: Tensor) -> Tensor:
     return x + y
 
 
+def written_through(self: Layers, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., :5].copy_(self.a(x)[..., :5])
+    y[..., 5:].copy_(self.b(x)[..., 5:])
+    return x + y.view(-1, WIDTH).mul_(2.0).view(x.shape)
+
+
 READ: dict[str, Callable[..., Tensor]] = {
     "sum": summed,
     "residual": residual,
@@ -140,6 +147,7 @@ READ: dict[str, Callable[..., Tensor]] = {
     "SiLU": lambda self, x: self.b(F.silu(self.a(x), inplace=True)),
     "parts": parts(5, WIDTH),
     "views of parts, side by side": seen_behind,
+    "parts that are written to through a view": written_through,
     "many parts": parts(3, 9, 20, WIDTH),
     "a part after the next": after_the_next,
     "a part twice": twice,
@@ -245,7 +253,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     ),
     "a view of parts": (with_a_view, _EMPTY),
     "a part of itself": (of_its_own_part, _EMPTY),
-    "parts that are written to behind": (written_behind, _EMPTY),
+    "parts that are written to behind": (written_behind, "writes in place by mul_"),
     "another function": (lambda self, x: self.a(x).exp_(), "writes in place by exp_"),
     "alpha": (lambda self, x: self.a(x).add_(x, alpha=2), "computes add"),
 }
