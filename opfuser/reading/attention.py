@@ -108,7 +108,7 @@ def attention_of(
     if either:
         rows = q.sources[0].shape[:-1]
         order["sequence_first"] = sequence_first = rows == q.tokens[::-1] != q.tokens
-    update = _update_of(values, core)
+    update = _update_of(values, core, count)
     kept = None if update is not None else update_before(values, core.k, core.v)
     if kept is not None:
         k, u = latent_heads(values, core, kept, projected, q.tokens)
@@ -238,7 +238,7 @@ def _nodes(v: Value) -> tuple[Node, ...]:
     return () if v.node is None else (v.node,)
 
 
-def _update_of(values: Values, core: _Core) -> Node | None:
+def _update_of(values: Values, core: _Core, heads: int) -> Node | None:
     """The update of a cache that returns keys and values, whose heads may only be repeated."""
     updates = []
     for number, v in enumerate((core.k, core.v)):
@@ -248,7 +248,8 @@ def _update_of(values: Values, core: _Core) -> Node | None:
             continue
         updates.append(node)
         places, got = indices_like(source).long(), origin_of(v, source)
-        got = _unfolded(got.mT if core.transposed and number == 0 else got, core.folded)
+        got = got.mT if core.transposed and number == 0 else got
+        got = got.unflatten(0, (-1, heads)) if got.dim() == 3 else got
         repeated = places.repeat_interleave(got.shape[1] // places.shape[1], 1)
         if core.causal and got.shape[2] == core.q.shape[2]:
             # Of the keys, none is seen but those up to the number of queries.
