@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import async_tensor_parallel, basic, events, gemm_providers, recipe
 from .attention.cache import KVCache
-from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
-from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
-from .basic.gated_activation import *  # noqa: F403
 from .basic.lora_linear import LoRAAdapter
-from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .engine.routing import PrivateChannel
@@ -42,9 +38,13 @@ from .rope import RopeScaling
 from .sequential import Residual, Sequential
 from .wgrad_overlap import WgradOverlap, overlap_wgrad
 
-if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LATER
+if TYPE_CHECKING:  # what is loaded when it is used: operations, and names and places as in _LATER
     from . import optim
     from .applying import apply, revert
+    from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
+    from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
+    from .basic.gated_activation import *  # noqa: F403
+    from .basic.scaled_activation import *  # noqa: F403
     from .expectations import Answer, can_fuse, require_fusions
     from .integrations.conversion import from_torch
     from .integrations.torch_nn import to_torch
@@ -140,6 +140,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     elif name in _LATER_MODULES:
         value = import_module(f"{__name__}.{name}")
+    elif name in basic.__all__:
+        value = getattr(basic, name)
     else:
         return import_module(f"{__name__}.deprecated").value(f"{__name__}.{name}")
     globals()[name] = value
@@ -147,4 +149,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_LATER_MODULES})
+    return sorted({*globals(), *__all__, *_LATER_MODULES})

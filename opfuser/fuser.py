@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from .change_tracking import Clock, active_calls, signature
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute_eagerly
+from .engine.graphs import graph_type
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -26,7 +29,6 @@ from .engine.plan_changes import changes
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.program import Program
-from .engine.replay import ReplayCall, Replays
 from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
 from .engine.traced import execute
@@ -59,6 +61,9 @@ from .registry import (
 )
 from .traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
 from .tracing import exporting
+
+if TYPE_CHECKING:
+    from .engine.replay import Replays
 
 __all__ = [
     "OperationFuser",
@@ -142,7 +147,6 @@ class OperationFuser(TracedCalls):
         self._places_of_ops: tuple[Place, ...] = ()
         self._paths: list[str] = []
         self._has_own_configs = False
-        self._replays = Replays()
         self._seen = self._started = -1
 
     @classmethod
@@ -211,14 +215,23 @@ class OperationFuser(TracedCalls):
         options = current()
         if self.replay is not None:
             options = options.of_sequence(self.replay)
-        if options.mode == "off" or (options.mode == "auto" and self._replays.leaves_alone(input_)):
+        if options.mode == "off" or (options.mode == "auto" and self._is_not_replayed(input_)):
             return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
         active_calls.depth += 1
         try:
-            call = ReplayCall(program, input_, parameters, extra_inputs, kwargs)
-            return self._replays.call(options, call)
+            return self._replays.call(options, program, input_, parameters, extra_inputs, kwargs)
         finally:
             active_calls.depth -= 1
+
+    @functools.cached_property
+    def _replays(self) -> Replays:
+        """The recorded calls, where a device can record any; loaded there alone."""
+        replays: Replays = import_module("opfuser.engine.replay").Replays()
+        return replays
+
+    def _is_not_replayed(self, input_: Tensor) -> bool:
+        """Whether nobody looks, in mode "auto", if a call can be replayed."""
+        return graph_type(input_.device) is None or self._replays.pauses()
 
     def _program(
         self,
@@ -478,9 +491,8 @@ class OperationFuser(TracedCalls):
         if used is None:
             return None
         recordings = (used.recordings(),)
-        return dataclasses.replace(
-            used.plan, replays=self._replays.records(used), recordings=recordings
-        )
+        replays = self._replays.records(used) if "_replays" in vars(self) else ()
+        return dataclasses.replace(used.plan, replays=replays, recordings=recordings)
 
     def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
         plan = self.last_plan

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from . import basic
 from .attention.cache import PendingCache, pending_of
-from .basic import AddExtraInput, DotProductAttention, MakeExtraOutput
+from .basic import AddExtraInput, MakeExtraOutput
 from .change_tracking import (
     DERIVED,
     Clock,
@@ -658,7 +659,7 @@ class Sequential(NestedSequential):
                 )
             check_keywords(op, kwargs)
             given[op] = own = dict(kwargs)
-            if isinstance(op, DotProductAttention) and own.get("cache") is not None:
+            if own.get("cache") is not None and isinstance(op, basic.DotProductAttention):
                 own["cache"] = pending_of(own["cache"], caches)
         out: list[Kwargs] = []
         reached: set[BasicOperation] = set()

@@ -42,7 +42,7 @@ from .replay_trial import Trial
 from .replayed_call import replayed
 from .threads import thread_that_may_wait
 
-__all__ = ["ReplayCall", "Replays"]
+__all__ = ["Replays"]
 
 logger = logging.getLogger("opfuser")
 
@@ -114,16 +114,24 @@ class Replays:
         self._told: Hashable = None
         self._refused = self._pause = 0
 
-    def leaves_alone(self, input_: Tensor) -> bool:
-        """Whether nobody looks, in mode "auto", if a call can be replayed."""
+    def pauses(self) -> bool:
+        """Whether a call is passed over, as those before it were refused."""
         if self._pause:
             self._pause -= 1
             return True
-        return graph_type(input_.device) is None
+        return False
 
-    def call(self, options: ReplayOptions, call: ReplayCall) -> Any:
+    def call(
+        self,
+        options: ReplayOptions,
+        program: Program,
+        input_: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kwargs: Kwargs,
+    ) -> Any:
         """The output of a call, or a tuple of it and the extra outputs."""
-        program, input_, parameters, extra_inputs, kwargs = call
+        call = ReplayCall(program, input_, parameters, extra_inputs, kwargs)
         self._looked = True
         graphs = graph_type(input_.device)
         found: Flight | Refusal | None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,11 +35,14 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("opfuser
 # What a sequence that runs does not need.
 NOT_LOADED = (
     "applying",
+    "attention.choice",
     "attention.flex",
     "attention.flex_compiled",
+    "basic.dot_product_attention",
     "cli",
     "engine.plan_text",
     "engine.reasons",
+    "engine.replay",
     "expectations",
     "hf",
     "integrations",
@@ -48,7 +52,7 @@ NOT_LOADED = (
     "report",
     "testing",
 )
-MOST_MODULES = 243
+MOST_MODULES = 214
 
 USED_LATER = """
 import sys
@@ -60,6 +64,13 @@ plan = seq.plan(torch.ones(3, 4))
 assert "<svg" in plan._repr_svg_() and "<" in plan._repr_html_()
 assert str(plan) and plan.program
 assert type(seq.to_torch()).__module__.startswith("torch.nn")
+seq(torch.ones(3, 4)).sum().backward()
+assert not seq.last_plan.replays
+assert "opfuser.engine.replay" not in sys.modules
+with opfuser.replay("on"):
+    seq(torch.ones(3, 4)).sum().backward()
+[replay] = seq.last_plan.replays
+assert replay.refusal.code == "DEVICE"
 assert "opfuser.reading" not in sys.modules
 """
 
@@ -112,29 +123,59 @@ def test_methods_load_what_they_use() -> None:
     run_bare(USED_LATER)
 
 
-def test_names_that_load_later_are_those_that_type_checkers_read() -> None:
-    tree = ast.parse(Path(opfuser.__file__).read_text())
+def read_by_type_checkers(package: ModuleType) -> dict[str, str]:
+    """Names and modules of what a package imports for type checkers alone."""
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text())
     [block] = [
         n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
     ]
     read = {}
     for statement in block.body:
         assert isinstance(statement, ast.ImportFrom)
-        read |= {a.name: statement.module or a.name for a in statement.names}
+        read |= {a.name: statement.module or a.name for a in statement.names if a.name != "*"}
+    return read
+
+
+def test_names_that_load_later_are_those_that_type_checkers_read() -> None:
+    read = read_by_type_checkers(opfuser)
     modules = {name: name for name in opfuser._LATER_MODULES if name in read}
     assert read == opfuser._LATER | modules
+    assert read_by_type_checkers(opfuser.basic) == opfuser.basic._LATER
     packages = {module.name for module in pkgutil.iter_modules(opfuser.__path__)}
     assert set(opfuser._LATER_MODULES) <= packages
     # Loading a module binds its name, which would hide another thing of that name.
-    assert not opfuser._LATER.keys() & packages
+    assert not (opfuser._LATER.keys() | set(opfuser.basic.__all__)) & packages
+    basic = {module.name for module in pkgutil.iter_modules(opfuser.basic.__path__)}
+    assert not opfuser.basic._LATER.keys() & basic
 
 
-@pytest.mark.parametrize("name", [*opfuser._LATER, *opfuser._LATER_MODULES])
+def test_operations_that_load_later_are_not_loaded_by_others() -> None:
+    """One that another module needs would be late in vain."""
+    loaded = json.loads(run_bare(LOADED))
+    late = {f"opfuser.basic.{module}" for module in opfuser.basic._LATER.values()}
+    assert late.isdisjoint(loaded)
+
+
+PLACES = {
+    **opfuser._LATER,
+    **{name: name for name in opfuser._LATER_MODULES},
+    **{name: f"basic.{module}" for name, module in opfuser.basic._LATER.items()},
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
 def test_a_name_loads_when_it_is_used(name: str) -> None:
     assert name in dir(opfuser)
-    module = import_module(f"opfuser.{opfuser._LATER.get(name, name)}")
-    expected = getattr(module, name) if name in opfuser._LATER else module
+    module = import_module(f"opfuser.{PLACES[name]}")
+    expected = module if PLACES[name] == name else getattr(module, name)
     assert getattr(opfuser, name) is expected
+
+
+def test_no_package_has_other_names() -> None:
+    for package in (opfuser, opfuser.basic):
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):
+            _ = package.NotThere
 
 
 def test_every_public_name_is_there_and_no_other() -> None:

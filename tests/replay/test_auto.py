@@ -502,8 +502,8 @@ def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
     device: torch.device, times: Times, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run what was recorded of calls of their kind, also while they are measured."""
-    answers: dict[str, list[Any]] = {"find": [], "leaves_alone": []}
-    for owner, name in ((Specializations, "find"), (replay.Replays, "leaves_alone")):
+    answers: dict[str, list[Any]] = {"find": [], "pauses": []}
+    for owner, name in ((Specializations, "find"), (replay.Replays, "pauses")):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name), answers[name]))
     times.usual = 5e-3, 50e-3
     model = block(device)
@@ -514,7 +514,7 @@ def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
     for asked in answers.values():
         asked.clear()
     train(model, device, 30)
-    assert sum(answers["leaves_alone"]) > 20, "most are passed over"
+    assert sum(answers["pauses"]) > 20, "most are passed over"
     assert answers["find"].count(None) == 0
     assert len(answers["find"]) == 30
 
