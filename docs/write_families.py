@@ -46,7 +46,7 @@ column is why the first of these is kept.
 
 """
 FAMILIES = """afmoe albert bart bert bloom cohere deepseek_v2 deepseek_v3 dinov2 falcon gemma2
-    glm4_moe_lite gpt2 gpt_neox gpt_oss gptj llama llama4_text marian minicpm3 mixtral nanochat opt
+    gpt2 gpt_neox gpt_oss gptj llama llama4_text marian minicpm3 mixtral nanochat opt
     persimmon phi qwen2 qwen3 roberta t5 vit whisper""".split()
 COLUMNS = "layer", "attention", "MLP", "experts", "norms", "cache", "loss"
 # What a class of modules is, by its name: for the table alone.
