@@ -45,9 +45,9 @@ column is why the first of these is kept.
 {counts}
 
 """
-FAMILIES = """"afmoe albert bart bert bloom codegen cohere deepseek_v2 deepseek_v3 dinov2
-    falcon gemma2 glm4_moe_lite gpt2 gpt_neo gpt_neox gpt_oss gptj llama llama4_text marian
-    minicpm3 mixtral mpt nanochat opt persimmon phi qwen2 qwen3 roberta t5 vit whisper""".split()
+FAMILIES = """afmoe albert bart bert bloom codegen cohere deepseek_v2 deepseek_v3 dinov2
+    falcon gemma2 gpt2 gpt_neo gpt_neox gpt_oss gptj llama llama4_text marian minicpm3 mixtral
+    mpt nanochat opt persimmon phi qwen2 qwen3 roberta t5 vit whisper""".split()
 COLUMNS = "layer", "attention", "MLP", "experts", "norms", "cache", "loss"
 # What a class of modules is, by its name: for the table alone.
 _KINDS = {
