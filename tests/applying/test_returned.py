@@ -392,3 +392,18 @@ def test_weights_of_attention_under_torch_compile() -> None:
         torch.testing.assert_close(ours, theirs)
     assert graphs.sequences == [1]
     torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_buffers_are_in_no_function_of_a_graph() -> None:
+    torch.compiler.reset()
+    model, plain, _ = _family("gptj")
+    for m in (model.eval(), plain.eval()):
+        m.h[1].attn.embed_positions.mul_(0.5)
+    call = torch.compile(model, backend=Graphs())
+    assert_equal_steps(step(model, call), step(plain), 1e-5)
+    reasons = [reason for entry in report(model).kept for reason, _ in entry.fell_back]
+    assert any("turns heads by rows of a buffer" in reason for reason in reasons)
+    torch.compiler.reset()
