@@ -181,7 +181,7 @@ def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
     call = torch.compile(model, backend=graphs, fullgraph=True)
     x, other = stream(2, 7, WIDTH), stream(3)
     for given in ((x, other), (other, x), (other, other)):
-        got, want = call(x, given=given), plain(x, given=given)
+        got, want = (each(given=given, x=x) for each in (call, plain))
         assert got[0] is given[1]
         assert got[1][1:] == ["input", given[0]]
         assert got[1][2] is given[0]
