@@ -181,7 +181,7 @@ def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
     call = torch.compile(model, backend=graphs, fullgraph=True)
     x, other = stream(2, 7, WIDTH), stream(3)
     for given in ((x, other), (other, x), (other, other)):
-        got, want = call(x, given=given), plain(x, given=given)
+        got, want = (each(given=given, x=x) for each in (call, plain))
         assert got[0] is given[1]
         assert got[1][1:] == ["input", given[0]]
         assert got[1][2] is given[0]
@@ -391,4 +391,19 @@ def test_weights_of_attention_under_torch_compile() -> None:
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert graphs.sequences == [1]
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_buffers_are_in_no_function_of_a_graph() -> None:
+    torch.compiler.reset()
+    model, plain, _ = _family("gptj")
+    for m in (model.eval(), plain.eval()):
+        m.h[1].attn.embed_positions.mul_(0.5)
+    call = torch.compile(model, backend=Graphs())
+    assert_equal_steps(step(model, call), step(plain), 1e-5)
+    reasons = [reason for entry in report(model).kept for reason, _ in entry.fell_back]
+    assert any("turns heads by rows of a buffer" in reason for reason in reasons)
     torch.compiler.reset()
