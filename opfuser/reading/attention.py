@@ -124,8 +124,8 @@ def attention_of(
     heads = _sizes_of(*(f.columns for f in (*queries, *keys)))
     masks, bias, causal = _masks_of(values, core)
     forks = not is_cross and bool(q.steps) and heads.size != heads.value_size
-    unweighted = is_cross or shares or update or forks or bias is not None
-    returned = None if unweighted else _returned(values, core)
+    unweighted = is_cross or shares or forks or bias is not None
+    returned = None if unweighted else _returned(values, core, update)
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
@@ -183,8 +183,12 @@ def _output(values: Values, weights: Value) -> Weights:
     return Weights(values.dataflow.outputs.index(weights), weights.meta.dtype)
 
 
-def _returned(values: Values, core: _Core) -> Value | None:
+def _returned(values: Values, core: _Core, update: Node | None) -> Value | None:
     """The output of the module that is the weights; None if none is, or they are made otherwise."""
+    # With gradients, a call whose cache holds keys of others is left to the module.
+    own = core.q.requires_grad and update and update.results[0].shape[2] == core.q.shape[-2]
+    if update is not None and not own:
+        return None
     outputs = values.dataflow.outputs[1:]
     weights = () if core.weights is None or core.sinks else values.passed(core.weights)
     return next((v for v in outputs if v in weights and len(v.shape) == 4), None)
@@ -215,7 +219,7 @@ def _update_of(values: Values, core: _Core) -> Node | None:
             continue
         updates.append(node)
         places, got = indices_like(source).long(), origin_of(v, source)
-        got = got.mT if core.transposed and number == 0 else got
+        got = _unfolded(got.mT if core.transposed and number == 0 else got, core.folded)
         repeated = places.repeat_interleave(got.shape[1] // places.shape[1], 1)
         if core.causal and got.shape[2] == core.q.shape[2]:
             # Of the keys, none is seen but those up to the number of queries.

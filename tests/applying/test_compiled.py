@@ -123,7 +123,10 @@ def test_which_masks_are_taken(
     """Those of numbers would have to be looked at, to tell whether gradients are exact."""
     monkeypatch.setattr(compiled, "operations_in", lambda _: [])
     decision: Any = SimpleNamespace(
-        built=SimpleNamespace(aliases=[]), reading=(), arrange=None, masks=((1, strictly),)
+        built=SimpleNamespace(aliases=[], arguments=[]),
+        reading=(),
+        arrange=None,
+        masks=((1, strictly),),
     )
     with FakeTensorMode(), torch.set_grad_enabled(grad):
         inputs = [torch.empty(2, device=device), torch.empty(2, device=device, dtype=dtype)]

@@ -319,6 +319,56 @@ def test_with_caches(name: str, grad: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+class Caching(nn.Module):
+    """Attention that extends a cache, and returns its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        k, v = cache.update(k, v, 0)
+        weights = (q @ k.mT * 0.3).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_of_keys_that_a_cache_holds(grad: bool) -> None:
+    caches = pytest.importorskip("transformers.cache_utils")
+    torch.manual_seed(0)
+    plain = randomised(Caching())
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    inputs = [stream(2, length, WIDTH) for length in (7, 7, 1)]
+    results = []
+    for m in (model, plain):
+        cache = caches.DynamicCache()
+        with torch.set_grad_enabled(grad):
+            results.append([y for x in inputs for y in m(x, cache)])
+        (weights, *_) = results[-1][1:]
+        assert weights.requires_grad == grad
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert ("" in paths(report(model))) == grad
+
+
+@pytest.mark.parametrize("name", ["bloom", "codegen", "gptj"])
+def test_steps_that_fill_a_cache(name: str) -> None:
+    """Its keys are those of the call alone, of which weights are returned."""
+    model, plain, given = _family(name)
+    for m in (model, plain):
+        m.config.use_cache = True
+    for _ in range(2):
+        got, want = (step(m.train(), **given) for m in (model, plain))
+        assert_equal_steps(got, want, 1e-5)
+    entries = [e for e in report(model).computed if e.path in ("h.0", "h.1")]
+    assert len(entries) == 2
+    for entry in entries:
+        assert [path for path, _ in entry.called] == (["mlp.gelu_impl"] if name == "bloom" else [])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -341,4 +391,19 @@ def test_weights_of_attention_under_torch_compile() -> None:
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert graphs.sequences == [1]
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_buffers_are_in_no_function_of_a_graph() -> None:
+    torch.compiler.reset()
+    model, plain, _ = _family("gptj")
+    for m in (model.eval(), plain.eval()):
+        m.h[1].attn.embed_positions.mul_(0.5)
+    call = torch.compile(model, backend=Graphs())
+    assert_equal_steps(step(model, call), step(plain), 1e-5)
+    reasons = [reason for entry in report(model).kept for reason, _ in entry.fell_back]
+    assert any("turns heads by rows of a buffer" in reason for reason in reasons)
     torch.compiler.reset()

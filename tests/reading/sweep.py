@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from opfuser.reading.construction import Built, build
 from opfuser.reading.kept import KeptError
-from opfuser.reading.operations import Experts, Reading
+from opfuser.reading.operations import Reading
 
 from .mutations import MUTATIONS, count_of, outcome_of
-from .recomputed import Example, assert_equal_steps, called_in, operations_in, read_of
+from .recomputed import Example, assert_equal_steps, called_in, read_of
 from .tiny import calls_of, families, model_of
 
 # Norms and softmax of many families are in fp32, whatever the dtype of the model.
@@ -39,12 +39,6 @@ class Outcome(NamedTuple):
     def whole(self) -> bool:
         """Whether it is read without a child that is called."""
         return self.reading is not None and not called_in(self.reading)
-
-    @property
-    def routes(self) -> bool:
-        """Whether its experts are a loop, which has more turns in a trace than in a call."""
-        found = () if self.reading is None else operations_in(self.reading.operations)
-        return any(isinstance(op, Experts) for op in found)
 
 
 def outcomes_of(family: str, *, training: bool = False) -> list[Outcome]:
@@ -81,7 +75,7 @@ def swept(family: str, counts: Counter[str], *, training: bool, mutants: bool) -
             assert_equal_steps(outcome.example, outcome.built, RTOL)
         except AssertionError as error:
             yield f"{place}: {error}"
-        if outcome.routes or any(outcome.path.startswith(f"{path}.") for path in done):
+        if any(outcome.path.startswith(f"{path}.") for path in done):
             continue
         done.append(outcome.path)
         yield from _missed(place, outcome.example, counts) if mutants else ()
