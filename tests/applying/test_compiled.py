@@ -95,23 +95,38 @@ class Pair:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "grad", "reason"),
+    ("dtype", "device", "grad", "strictly", "reason"),
     [
-        (torch.bool, "cuda", True, ""),
-        (torch.bool, "cpu", True, ""),
-        (torch.float32, "cpu", False, ""),
-        (torch.float32, "cpu", True, "adds a mask of numbers, which is not looked at, with grad"),
-        (torch.float32, "cuda", True, "adds a mask of numbers, which is not looked at, with grad"),
-        (torch.float32, "cuda", False, "adds a mask of numbers, for which torch has a faster"),
+        (torch.bool, "cuda", True, False, ""),
+        (torch.bool, "cpu", True, False, ""),
+        (torch.bool, "cpu", False, True, "adds numbers to scores of attention that are not looked"),
+        (torch.float32, "cpu", False, False, ""),
+        (torch.float32, "cpu", True, False, "adds a mask of numbers, which is not looked at, with"),
+        (
+            torch.float32,
+            "cuda",
+            True,
+            False,
+            "adds a mask of numbers, which is not looked at, with",
+        ),
+        (torch.float32, "cuda", False, False, "adds a mask of numbers, for which torch has a fast"),
     ],
 )
 def test_which_masks_are_taken(
-    dtype: torch.dtype, device: str, grad: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    device: str,
+    grad: bool,
+    strictly: bool,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of numbers would have to be looked at, to tell whether gradients are exact."""
     monkeypatch.setattr(compiled, "operations_in", lambda _: [])
     decision: Any = SimpleNamespace(
-        built=SimpleNamespace(aliases=[], arguments=[]), reading=(), arrange=None, masks=(1,)
+        built=SimpleNamespace(aliases=[], arguments=[]),
+        reading=(),
+        arrange=None,
+        masks=((1, strictly),),
     )
     with FakeTensorMode(), torch.set_grad_enabled(grad):
         inputs = [torch.empty(2, device=device), torch.empty(2, device=device, dtype=dtype)]

@@ -39,7 +39,7 @@ def test_a_mask_is_read_once_and_again_after_it_was_written_to(
 ) -> None:
     read = []
 
-    def counted(mask: torch.Tensor) -> bool:
+    def counted(mask: torch.Tensor, strictly: bool) -> bool:
         read.append(mask.shape)
         return bool((mask.amax(-1) < -1e3).any())
 
@@ -62,3 +62,18 @@ def test_many_masks_are_forgotten_and_none_is_kept_alive() -> None:
     assert len(masks._known) <= 16
     gc.collect()
     assert all(ref() is None for ref, *_ in masks._known.values())
+
+
+def test_strictly_bool_masks_and_single_numbers_count() -> None:
+    """What stands for a number beside others, and what is added to it; each is asked for apart."""
+    seen = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    assert not hides_queries(seen, strictly=True)
+    seen[1, 0, 2] = False
+    assert hides_queries(seen, strictly=True)
+    assert not hides_queries(seen)
+    one = mask(0.0, 0.0)
+    one[..., 0, 0] = FINITE
+    assert not hides_queries(one)
+    assert hides_queries(one, strictly=True)
+    assert not hides_queries(one)
+    assert not hides_queries(torch.ones(1, 1, 2, 2, dtype=torch.int64), strictly=True)

@@ -395,7 +395,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "attention dropout": (lambda: attention(dropout_p=0.1), "DotProductAttention with dropout"),
     "slopes": (lambda: attention(alibi=True), "DotProductAttention with slopes, sinks"),
     "sinks": (lambda: attention(sinks=True), "DotProductAttention with slopes, sinks"),
-    "a bias": (lambda: attention(core_attention_bias=True), "with slopes, sinks or a bias of each"),
+    "a bias": (
+        lambda: attention(core_attention_bias=True),
+        "DotProductAttention with slopes, sinks or a bias",
+    ),
     "layout": (lambda: attention(layout="separate"), "DotProductAttention of another layout"),
     "codes": (stored, "Linear whose weight is stored as codes"),
     "transposed": (transposed, "Linear whose weight is transposed"),
