@@ -137,7 +137,10 @@ def step(options: Options, layers: int, length: int) -> Problem:
 
 def lora_step(options: Options, layers: int, length: int) -> Problem:
     source = adapted(options, layers, length)
-    functions = {"opfuser": applied(source), "opfuser, fused loss": replaced(source, fused_loss=True)}
+    functions = {
+        "opfuser": applied(source),
+        "opfuser, fused loss": replaced(source, fused_loss=True),
+    }
     made = problem(options, length, source, functions)
     return dataclasses.replace(made, exact=lambda inputs: in_fp32(source, inputs))
 
