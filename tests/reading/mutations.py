@@ -121,7 +121,8 @@ def _is_inside(mutant: Mutant, example: Example, paths: list[str]) -> bool:
     before, mutant.mutation = mutant.mutation, mutation
     try:
         with torch.no_grad():
-            mutant(*example.args, **example.kwargs)
+            given = example.again()
+            mutant(*given.args, **given.kwargs)
     finally:
         mutant.mutation = before
         for handle in handles:
