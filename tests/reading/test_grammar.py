@@ -27,7 +27,6 @@ from opfuser.reading.operations import (
     Scale,
     Times,
 )
-from opfuser.reading.rotary_tables import repetition_of
 from opfuser.reading.tracer import trace
 
 from .recomputed import (
@@ -428,46 +427,3 @@ def test_an_import_is_no_part_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "meta_path", [Importer(), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     assert len(operations_of(imports)) == 1
-
-
-class MakesTables(nn.Module):
-    """Tables of cosine and sine, of angles that are arranged by ``function``."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, angles: Tensor) -> Any:
-        return self.function(angles)
-
-
-def tables_of(arranged: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    return lambda angles: ((y := arranged(angles)).cos() * 1.5, (1.5 * y.sin()).float())
-
-
-def repetition(function: Callable[[Tensor], Any]) -> str:
-    return repetition_of(trace(MakesTables(function), (torch.randn(1, 5, 4),), {}).dataflow)
-
-
-def test_how_tables_repeat_angles_is_read() -> None:
-    assert repetition(tables_of(lambda a: torch.cat([a, a], -1))) == "halves"
-    assert repetition(tables_of(lambda a: a.repeat_interleave(2, -1))) == "neighbours"
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (tables_of(lambda a: a), "reads its input 0"),
-        (tables_of(lambda a: torch.cat([a, -a], -1)), "computes cat"),
-        (tables_of(lambda a: torch.cat([a[..., 2:], a[..., :2]], -1)), "computes cat"),
-        (tables_of(lambda a: torch.cat([a, a.flip(-1)], -1)), "computes cat"),
-        (lambda a: torch.cat([a, a], -1).tan(), "makes a table by tan"),
-        (
-            lambda a: (torch.cat([a, a], -1).cos(), a.repeat_interleave(2, -1).sin()),
-            "returns tables that hold angles in different ways",
-        ),
-    ],
-)
-def test_other_tables_are_refused(function: Callable[[Tensor], Any], reason: str) -> None:
-    with pytest.raises(KeptError, match=reason):
-        repetition(function)
