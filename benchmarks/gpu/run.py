@@ -67,22 +67,22 @@ def main(argv: list[str] | None = None) -> None:
         return
     device = torch.device(args.device)
     peers.load_cudnn()
-    opfuser.replay("off")
     args.out.mkdir(parents=True, exist_ok=True)
     measured_on = machine()
     print(", ".join(f"{key} {value}" for key, value in measured_on.items()), flush=True)
     documents = []
-    for part in args.only or PARTS:
-        options = Options(
-            device,
-            DTYPES[args.dtype],
-            args.quick,
-            args.seconds,
-            () if args.no_compile else args.modes and tuple(args.modes),
-            time.monotonic() + (args.budget or BUDGETS.get(part, BUDGET)),
-            args.case,
-        )
-        documents.append(run(part, options, args.out, measured_on))
+    with opfuser.replay("off"):
+        for part in args.only or PARTS:
+            options = Options(
+                device,
+                DTYPES[args.dtype],
+                args.quick,
+                args.seconds,
+                () if args.no_compile else args.modes and tuple(args.modes),
+                time.monotonic() + (args.budget or BUDGETS.get(part, BUDGET)),
+                args.case,
+            )
+            documents.append(run(part, options, args.out, measured_on))
     for document in documents:
         print_summary(document)
 

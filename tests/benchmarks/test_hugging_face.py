@@ -72,6 +72,7 @@ def test_every_contestant_runs_as_itself(
     assert {row["contestant"] for row in rows} == {
         "torch",
         "opfuser",
+        "opfuser, fused loss",
         "opfuser, fused loss, merged weights",
         peers.LIGER,
         COMPILED["default"],
@@ -101,5 +102,5 @@ def test_adapters_in_bf16_are_compared_with_fp32() -> None:
 
     functions = {**problem.functions, "wrong": wrong}
     memory, failures = checked(problem, functions, options)
-    assert memory.keys() == {REFERENCE, OURS}
+    assert memory.keys() == {REFERENCE, OURS, "opfuser, fused loss"}
     assert "the result is off by" in failures["wrong"]
