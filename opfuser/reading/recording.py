@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.modules import container as container_file
 from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +36,7 @@ from .stand_ins import LayerIndex
 __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
+_CONTAINERS = vars(container_file)
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 _OF_INTEGERS = frozenset(
     (math.comb, math.factorial, math.gcd, math.isqrt, math.lcm, math.perm, operator.index)
@@ -250,7 +252,8 @@ class Recording:
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
         elif function in _OF_INTEGERS:  # which take a size for an integer, and note nothing
-            self.note_loop()
+            if not _takes_by_constant(frame):
+                self.note_loop()
         elif isinstance(own, _GENERATORS):
             self._drawn.setdefault(id(own), _state_of(own))
             self.note_effect("draws random numbers")
@@ -351,6 +354,11 @@ class Recording:
 def _file(frame: types.FrameType) -> str:
     """The name of the module that executed code is of."""
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _takes_by_constant(frame: types.FrameType) -> bool:
+    """Whether a container of modules takes one of them, by a number that is no size."""
+    return frame.f_globals is _CONTAINERS and type(frame.f_locals.get("idx")) is int
 
 
 def _state_of(generator: random.Random | torch.Generator) -> Callable[[], object]:

@@ -442,8 +442,13 @@ def test_examples_that_do_not_fit() -> None:
 def test_children_that_are_given_other_inputs_are_refused() -> None:
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True)
     given = torch.randn(11, 13, WIDTH), torch.randn(11, 9, WIDTH)
-    with pytest.raises(NotSupportedError, match="which attends to another input by"):
+    with pytest.raises(
+        NotSupportedError, match="computes linear in 'multihead_attn', which attention reads"
+    ):
         opfuser.from_torch(layer, example=given)
+    cross = own_blocks()["cross"]
+    with pytest.raises(NotSupportedError, match="attends to another input, which no operation of"):
+        opfuser.from_torch(cross.module, example=cross.args)
 
 
 def test_where_no_call_can_be_made() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from opfuser.reading.call_key import call_key
 from opfuser.reading.dataflow import map_leaves
@@ -126,9 +126,12 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "split": split,
     "filled": lambda self, x: x + torch.full((WIDTH,), x.shape[1]),
     "padded": lambda self, x: F.pad(x, (0, 0, 0, 9 - x.shape[1] % 9)),
+    "child": lambda self, x: self.parts[1](self.chain[-1](x)),
+    "child by a size": lambda self, x: self.parts[x.shape[1] % 2](x),
+    "child of a sequence by a size": lambda self, x: self.chain[-1 - x.shape[1] % 2](x),
 }
 # Forwards whose traces are to hold for other sizes, besides never for wrong ones.
-GENERAL = {"any", "product", "numel", "condition", "slice", "condition of a part"}
+GENERAL = {"any", "product", "numel", "condition", "slice", "condition of a part", "child"}
 
 
 # Lengths that a forward can take, where that is not any.
@@ -159,6 +162,8 @@ def agree(found: Trace, other: Trace) -> bool:
 def test_a_trace_is_accepted_only_where_another_trace_is_equal(name: str) -> None:
     module = Computes(FORWARDS[name])
     module.positions = torch.randn(10, WIDTH)
+    module.parts = nn.ModuleList([nn.ReLU(), nn.Tanh()])
+    module.chain = nn.Sequential(nn.ReLU(), nn.Tanh())
     inputs = [torch.randn(b, s, WIDTH) for b in (2, 4, 5, 7) for s in (3, 5, 6, 9, 12)]
     traces: list[tuple[Trace, Tensor]] = []
     for x in inputs:

@@ -34,9 +34,7 @@ class _Layer(nn.Module):
         """The result of the module's class for the same input."""
         if torch.compiler.is_compiling() or is_tracing():
             return type(self).forward(self, hidden_states)
-        own = object.__getattribute__(self, "__dict__")
-        state = _state(self)
-        return state.call(self, own, (hidden_states,), {})
+        return _state(self).call(self, vars(self), (hidden_states,), {})
 
 
 def _state(module: nn.Module) -> State:
