@@ -547,6 +547,19 @@ def test_hooks_get_and_change_what_they_do_on_an_untouched_model(implementation:
     assert report.computed[0].fell_back == ()
 
 
+@pytest.mark.parametrize("hook", [lambda m, a, out: out[0], lambda m, a, out: (out[0], out[0])])
+def test_hooks_that_return_another_structure_beside_a_cache_are_refused(hook: Any) -> None:
+    """The cache is extended by then, so that the own forward cannot take the call."""
+    model, *_ = pair("llama")
+    model.model.layers[0].self_attn.register_forward_hook(hook)
+    tokens = batch_of("llama")["input_ids"]
+    for _ in range(2):
+        with pytest.raises(
+            NotSupportedError, match="A child with hooks or tensors of its own returns"
+        ):
+            model(tokens, use_cache=True)
+
+
 def test_collected_outputs() -> None:
     """Weights of attention, by hooks of transformers, and hidden states."""
     model, untouched, _ = pair("llama", attn_implementation="eager")
