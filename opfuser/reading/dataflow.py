@@ -13,6 +13,7 @@ __all__ = [
     "Dataflow",
     "Node",
     "Value",
+    "form_of",
     "leaves_in",
     "map_leaves",
     "tensors_in",
@@ -158,3 +159,14 @@ def values_in(tree: Any) -> list[Value]:
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among the leaves, in order."""
     return leaves_in(tree, Tensor)
+
+
+def form_of(tree: Any) -> str:
+    """The structure of a result, and which of its leaves are tensors or None."""
+
+    def kind(leaf: Any) -> str | None:
+        if leaf is None:
+            return None
+        return "tensor" if isinstance(leaf, (Tensor, Value)) else "other"
+
+    return repr(map_leaves(kind, tree))

@@ -15,7 +15,7 @@ import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
 from .attention import AttentionFound, attention_of
-from .dataflow import Call, Dataflow, Node, Value, values_in
+from .dataflow import Call, Dataflow, Node, Value, form_of, values_in
 from .experts import experts_of
 from .heads import Turn, heads_of
 from .in_place import settle_writes
@@ -220,7 +220,7 @@ class _Grammar:
                 None if alone else results.index(result),
                 arguments,
                 tuple(returned.values()),
-                len(results),
+                "" if alone else form_of(call.result),
             )
             step = Step((op,), x, passed[-1:], once=(call,))
             out.append(step._replace(returned=frozenset(returned)))

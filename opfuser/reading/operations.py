@@ -154,7 +154,7 @@ class Called(Operation):
             None is the stream alone.
         returned: pairs of the place of another tensor that it returns, and the number of the
             module's output that it is.
-        count: how many tensors it returns.
+        form: of what it returns, as of ``dataflow.form_of``; empty if it is the result alone.
     """
 
     path: str
@@ -164,7 +164,7 @@ class Called(Operation):
     item: int | None = None
     arguments: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
     returned: tuple[tuple[int, int], ...] = ()
-    count: int = 1
+    form: str = ""
 
 
 @dataclass(frozen=True)

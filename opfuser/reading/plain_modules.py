@@ -19,7 +19,7 @@ from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, 
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
-from .dataflow import map_leaves, tensors_in
+from .dataflow import form_of, map_leaves, tensors_in
 from .operations import Attention, Called, GivenCache, HeadNorm, Input
 
 __all__ = [
@@ -307,7 +307,7 @@ class Child(nn.Module):
         y, shape = self.result(x), (*x.shape[:-1], self.called.out_features)
         if self.called.item is not None:
             found = tensors_in(y)
-            y = found[self.called.item] if len(found) == self.called.count else None
+            y = found[self.called.item] if form_of(y) == self.called.form else None
             y = y.reshape(shape) if y is not None and y.numel() == math.prod(shape) else y
             for place, number in self.called.returned if y is not None else ():
                 self.around.returned[number] = found[place]

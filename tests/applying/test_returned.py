@@ -142,6 +142,7 @@ def test_what_is_not_asked_for_costs_no_graph() -> None:
     [
         pytest.param(lambda m, args, out: (out[0], None, None, out[3]), id="less"),
         pytest.param(lambda m, args, out: (out[0], 2 * out[1], None, out[3]), id="others"),
+        pytest.param(lambda m, args, out: (out[0], None, out[1], out[3]), id="elsewhere"),
     ],
 )
 def test_what_hooks_of_a_child_return_is_handed_on(hook: Any) -> None:

@@ -156,7 +156,7 @@ def a_tied_head(rank: int, ranks: int) -> None:
 
 @check
 def units_inside_of_layers(rank: int, ranks: int) -> None:
-    """Attention and feed-forward blocks have hooks, and are units of their own."""
+    """Attention and feed-forward blocks are units of their own, called by the layer around them."""
     mesh = all_ranks()
 
     def wrap(model: Any) -> nn.Module:
@@ -165,12 +165,12 @@ def units_inside_of_layers(rank: int, ranks: int) -> None:
                 fully_shard(part, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    model = compare(llama, wrap, rank)
-    assert {"layers.1.self_attn", "layers.1.mlp", "layers.1.input_layernorm"} <= set(
-        paths(report(model))
-    )
-    reasons = {entry.path: entry.reason for entry in report(model).kept}
-    assert reasons["layers.1"] == "calls 'self_attn', which has hooks"
+    for before in (False, True):
+        found = report(compare(llama, wrap, rank, before=before))
+        assert {"layers.1", "layers.1.self_attn", "layers.1.mlp"} <= set(paths(found))
+        (layer,) = (entry for entry in found.computed if entry.path == "layers.1")
+        assert [path for path, _ in layer.called] == ["self_attn", "mlp"]
+        assert "layers.1.input_layernorm" in [entry.path for entry in found.inside]
 
 
 @check

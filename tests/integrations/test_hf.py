@@ -481,7 +481,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 
 def test_modules_with_hooks_are_called() -> None:
-    """Linear modules and norms from the sequence; attention from the layer as it was."""
+    """From the sequence around them, which they are left out of."""
     model, untouched, _ = pair("llama")
     batch = batch_of("llama")
     want = step(untouched, **batch)
@@ -494,39 +494,99 @@ def test_modules_with_hooks_are_called() -> None:
         assert_same(step(model, **batch), want)
         assert seen == [name]
         report = opfuser.hf.report(model)
-        if name == "self_attn":
-            assert calls(model) == {"calls 'self_attn', which has hooks": 1}
-        else:
-            assert [child for child, _ in report.computed[0].called] == [name]
+        assert [child for child, _ in report.computed[0].called] == [name]
+        listed = [e.path for e in (*report.computed, *report.inside, *report.kept)]
+        assert len(listed) == len(set(listed))
         hook.remove()
         seen.clear()
     step(model, **batch)
-    assert calls(model) == {"calls 'self_attn', which has hooks": 1}
+    assert opfuser.hf.report(model).computed[0].called == ()
+    assert calls(model) == {}
+
+
+def _events_of_attention(model: Any) -> list[Any]:
+    """What hooks of the attention of its layers are called with from now on."""
+    seen: list[Any] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append((args, {k: v for k, v in kwargs.items() if k != "past_key_values"}))
+        return args, {**kwargs, "hidden_states": 2 * kwargs["hidden_states"]}
+
+    def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        seen.append((args, {k: v for k, v in kwargs.items() if k != "past_key_values"}, out))
+        return 3 * out[0], *out[1:]
+
+    def backward(module: nn.Module, before: Any, grads: Any) -> None:
+        seen.append((before, grads))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(before, with_kwargs=True)
+        layer.self_attn.register_forward_hook(after, with_kwargs=True)
+        layer.self_attn.register_full_backward_hook(backward)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_hooks_get_and_change_what_they_do_on_an_untouched_model(implementation: str) -> None:
+    model, untouched, _ = pair("llama", attn_implementation=implementation)
+    batch = batch_of("llama")
+    mine, theirs = _events_of_attention(model), _events_of_attention(untouched)
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert len(mine) == len(theirs) == 3 * 2
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    whole, kept = batch_of("llama", padded=False), []
+    for each in (model, untouched):
+        with torch.no_grad():
+            kept.append(each(**whole, use_cache=True).past_key_values)
+    # Keys of other calls, with gradients enabled: attention computes by its own forward.
+    got, want = (step(m, **whole, past_key_values=c) for m, c in zip((model, untouched), kept))
+    assert_same(got, want)
     report = opfuser.hf.report(model)
-    assert report.computed[0].called == ()
-    assert "\n    1 call by its own forward: calls 'self_attn', which has hooks" in str(report)
+    assert report.computed[0].called == (("self_attn", "calls 'self_attn', which has hooks"),)
+    assert report.computed[0].fell_back == ()
+
+
+@pytest.mark.parametrize("hook", [lambda m, a, out: out[0], lambda m, a, out: (out[0], out[0])])
+def test_hooks_that_return_another_structure_beside_a_cache_are_refused(hook: Any) -> None:
+    """The cache is extended by then, so that the own forward cannot take the call."""
+    model, *_ = pair("llama")
+    model.model.layers[0].self_attn.register_forward_hook(hook)
+    tokens = batch_of("llama")["input_ids"]
+    for _ in range(2):
+        with pytest.raises(
+            NotSupportedError, match="A child with hooks or tensors of its own returns"
+        ):
+            model(tokens, use_cache=True)
 
 
 def test_collected_outputs() -> None:
-    """Attentions are those of the untouched forward, and hidden states cost nothing."""
+    """Weights of attention, by hooks of transformers, and hidden states."""
     model, untouched, _ = pair("llama", attn_implementation="eager")
     batch = batch_of("llama")
     got, want = (m(**batch, output_hidden_states=True) for m in (model, untouched))
-    assert calls(model) == {}
     for mine, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
         assert_close(mine, theirs, 1e-5)
-    got, want = (m(**batch, output_attentions=True) for m in (model, untouched))
-    for mine, theirs in zip(got.attentions, want.attentions, strict=True):
-        assert_close(mine, theirs, 1e-5)
-    assert calls(model) == {"calls 'self_attn', which has hooks": 2}
-    model(**batch)
-    assert sum(calls(model).values()) == 2
+    everything = {"output_attentions": True, "output_hidden_states": True}
+    got, want = (m(**batch, **everything) for m in (model, untouched))
+    for name in ("attentions", "hidden_states"):
+        for mine, theirs in zip(got[name], want[name], strict=True):
+            assert_close(mine, theirs, 1e-5)
+    layer = opfuser.hf.report(model).computed[0]
+    assert layer.called == (("self_attn", "calls 'self_attn', which has hooks"),)
+    # A loss of the weights, and of the output so that all parameters have gradients.
+    grads = []
+    for m, out in ((model, got), (untouched, want)):
+        loss = sum(each.square().sum() for each in out.attentions) + out.loss
+        grads.append(torch.autograd.grad(loss, [*m.parameters()]))
+    for mine, theirs in zip(*grads, strict=True):
+        assert_close(mine, theirs, 1e-4)
     for each in (model, untouched):
         each.config.output_attentions = True
     got, want = (m(**batch) for m in (model, untouched))
     for mine, theirs in zip(got.attentions, want.attentions, strict=True):
         assert_close(mine, theirs, 1e-5)
-    assert calls(model)["calls 'self_attn', which has hooks"] == 4
+    assert calls(model) == {}
 
 
 def test_experts_keep_the_noise_of_their_routers() -> None:
