@@ -516,7 +516,8 @@ def test_memory_of_the_caller_that_a_launch_only_reads_may_be_given_twice() -> N
 
     x = torch.randn(3)
     recorded, _ = straight(launches, x, x.detach())
-    assert torch.equal(recorded(x, x), 2 * x)
+    (doubled,) = recorded(x, x)
+    assert torch.equal(doubled, 2 * x)
     launch.only_reads = None
     with pytest.raises(NotRecordableError, match="caller"):
         straight(launches, x, x.detach())
