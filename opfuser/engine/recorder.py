@@ -533,8 +533,9 @@ class Recorder(TorchFunctionMode):
         if not all(grid):
             return
         given = [t for t in tensors if t is not None]
-        starts = [(internals.memory_of(t), t.storage_offset() * t.itemsize) for t in given]
-        twice = [t for n, t in enumerate(given) if starts[n] in starts[:n]]
+        may_write = [t for n, t in enumerate(tensors) if t is not None and n != launch.only_reads]
+        starts = [(internals.memory_of(t), t.storage_offset() * t.itemsize) for t in may_write]
+        twice = [t for n, t in enumerate(may_write) if starts[n] in starts[:n]]
         if any(map(self._is_theirs, twice)):
             raise NotRecordableError(f"{launch.name} writes to a tensor of the caller")
         self._unwritten -= memory_of_all(given)

@@ -126,6 +126,9 @@ class _QuantizedProducts(GroupedProducts):
         if rows or cols:
             codes = self._quantized("input", x, groups, rows=rows, cols=cols)
         self.ctx.compute_dtype = x.dtype
+        # Backward is given views of the weights, by which nothing is kept.
+        sources = [w if isinstance(w, nn.Parameter) else None for w in weights]
+        self.ctx.kept_sources = [] if self.ctx.kept_weights is None else sources
         saved: tuple[Tensor | None, ...] = (x if save else None, None, None)
         if codes is not None and cols:
             saved = None, codes.cols, codes.col_scale
@@ -190,7 +193,7 @@ class _QuantizedProducts(GroupedProducts):
     def _weights(self, weights: Sequence[Tensor], dtype: torch.dtype, *, rows: bool) -> list[Codes]:
         """Of each group, by rows or else by columns."""
         ws = list(matrices(weights, dtype))
-        sources = [w if isinstance(w, nn.Parameter) else None for w in weights]
+        sources = self.ctx.kept_sources or [None] * len(weights)
         sources = sources * (len(ws) // len(weights))
         return self.quantizer.weights(ws, sources, self.ctx.kept_weights, rows=rows, cols=not rows)
 

@@ -178,6 +178,8 @@ class Launch:
             may also stand there itself.
         num_warps: warps of 32 threads per program.
         num_stages: depth of software pipelining of loops.
+        only_reads: position of a tensor that may be another one's memory and is not written to.
+            Of other tensors those that are given twice are changed in place.
     """
 
     __slots__ = (
@@ -189,15 +191,23 @@ class Launch:
         "name",
         "num_stages",
         "num_warps",
+        "only_reads",
     )
 
     def __init__(
-        self, function: str, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
+        self,
+        function: str,
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        only_reads: int | None = None,
     ) -> None:
         self.name = function
         self.constants = constants
         self.num_warps = num_warps
         self.num_stages = num_stages
+        self.only_reads = only_reads
         self._function: Any = None
         self._values: tuple[Any, ...] = ()
         # By what Triton tells apart, and by the very integers, which are the same at most calls.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..recording import watching
 from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
 from .norm_plain import NormForward, NormGrads
@@ -31,6 +32,8 @@ __all__ = [
     "share_of_sum",
     "strided_rows",
 ]
+
+_Y_WEIGHT = 7  # its position in launches of backward
 
 # Longer rows are left to plain torch.
 MAX_COLS = 2**16
@@ -122,9 +125,11 @@ class WideRule:
     block_cols: int = 2**13
     warps: int = 32
 
-    def launch(self, function: str, zero_centered: bool) -> Launch:
+    def launch(
+        self, function: str, zero_centered: bool, *, only_reads: int | None = None
+    ) -> Launch:
         constants = {"ZERO_CENTERED": zero_centered, "BLOCK_COLS": self.block_cols}
-        return Launch(function, constants, num_warps=self.warps)
+        return Launch(function, constants, num_warps=self.warps, only_reads=only_reads)
 
 
 WHOLE_ROWS = WholeRows()
@@ -173,12 +178,13 @@ def _backward_launch(cols: int, itemsize: int, zero_centered: bool) -> RowLaunch
         "BLOCK_COLS": block_cols,
         "NUM_STAGES": BACKWARD.num_stages_of_long_rows if is_long else BACKWARD.num_stages,
     }
-    return RowLaunch(Launch("norm:norm_backward", constants, num_warps=warps), rows)
+    launch = Launch("norm:norm_backward", constants, num_warps=warps, only_reads=_Y_WEIGHT)
+    return RowLaunch(launch, rows)
 
 
 @functools.cache
 def _wide_backward_launch(zero_centered: bool) -> Launch:
-    return WIDE.launch("norm:norm_backward_wide", zero_centered)
+    return WIDE.launch("norm:norm_backward_wide", zero_centered, only_reads=_Y_WEIGHT)
 
 
 def share_of_sum(weight: Tensor | None, cols: int) -> float:
@@ -275,12 +281,7 @@ def backward(
     dw = torch.empty_like(weight) if want_dw and weight is not None else None
     db = torch.empty_like(bias) if want_dw and bias is not None else None
     mean = None if mean is None else mean.contiguous()
-    if not want_y:
-        y_weight = None
-    elif y_weight is None:
-        y_weight = weight
-    else:
-        y_weight = y_weight.contiguous()
+    y_weight = _other_weight(weight, y_weight) if want_y else None
     tensors = (dy, x, weight, bias, mean, rstd.contiguous(), residual_grad, y_weight, dx, y)
     if dx is None or cols <= BACKWARD.max_cols:
         _launch_with_sums(tensors, ints, zero_centered, dw, db)
@@ -290,6 +291,17 @@ def backward(
         if dw is not None:
             _launch_with_sums((*tensors[:6], *(None,) * 4), ints, zero_centered, dw, db)
     return NormGrads(dx, dw, db, y)
+
+
+def _other_weight(weight: Tensor | None, y_weight: Tensor | None) -> Tensor | None:
+    """The weight of y; None if it is that of dx, which takes fewer registers."""
+    if weight is None or y_weight is None:
+        return None
+    y_weight = y_weight.contiguous()
+    # Calls that repeat those of this one may be given two.
+    if watching.watcher is None and y_weight.data_ptr() == weight.data_ptr():
+        return None
+    return y_weight
 
 
 def _launch_with_sums(

@@ -28,6 +28,7 @@ class Launch:
     """
 
     name = "module:summed"
+    only_reads: int | None = None
 
     def __init__(self, *, prepared: bool = True) -> None:
         self.by_addresses = prepared

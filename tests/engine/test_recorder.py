@@ -477,6 +477,7 @@ class _Launch:
     """Stands for a launch, whose Triton function doubles the first tensor into the last."""
 
     name = "module:doubled"
+    only_reads: int | None = None
 
     def __call__(self, grid: Any, tensors: Any, ints: Any = (), floats: Any = ()) -> None:
         with torch._C.DisableTorchFunction():
@@ -502,6 +503,24 @@ def test_launches_are_repeated() -> None:
     x = torch.randn(3)
     for ours, theirs in zip(recorded(x, x), launches(x, x)):
         assert torch.equal(ours, theirs)
+
+
+def test_memory_of_the_caller_that_a_launch_only_reads_may_be_given_twice() -> None:
+    launch = _Launch()
+    launch.only_reads = 1
+
+    def launches(x: Tensor, y: Tensor) -> Tensor:
+        made = torch.empty_like(x)
+        launch((1, 1, 1), (x, y, made), (2,), (0.0,))
+        return made
+
+    x = torch.randn(3)
+    recorded, _ = straight(launches, x, x.detach())
+    (doubled,) = recorded(x, x)
+    assert torch.equal(doubled, 2 * x)
+    launch.only_reads = None
+    with pytest.raises(NotRecordableError, match="caller"):
+        straight(launches, x, x.detach())
 
 
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(-1)])

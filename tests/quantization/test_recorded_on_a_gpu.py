@@ -89,13 +89,24 @@ def test_calls_of_a_recorded_step(name: str) -> None:
     assert sum(calls.pop(name, 0) for name in ("product", "linear", "mm", "matmul")) == 6
     assert calls.pop("launch") == launches
     assert calls.pop("empty_strided") == allocations
-    # Weights are held as forward has read them. Of bf16 gradients are transposed; else memory is
-    # allocated as it is read.
-    views = {"detach": 2} if recipe else {"detach": 2, "t": 2}
+    # Weights are held as forward has read them, that of the norm for its output again. Of bf16
+    # gradients are transposed; else memory is allocated as it is read.
+    views = {"detach": 3} if recipe else {"detach": 3, "t": 2}
     per_tensor = {"scratch": 2} if recipe and recipe.float8_per_tensor_scaling() else {}
     kept = {"clones": 1} if name in ("delayed", "predicted") else {}
     measured = {"zeros_for": 2} if name == "current" else {}
     assert calls == {**views, **per_tensor, **kept, **measured}
+
+
+def test_a_norm_computed_again_is_given_both_weights() -> None:
+    """That of forward, and the one of backward: they were one while the step was recorded."""
+    lines = recorded_step(None)
+    weight, held = re.findall(r"(\w+) = (?:parameters\[0\]|p0\.detach\(\))", lines)
+    assert weight == "p0"
+    saved = re.findall(r"\w+", re.findall(r"return \w+, \[\], \[(.*?)\]", lines, re.DOTALL)[0])
+    (launched,) = re.findall(r"norm_backward, (.*?)\)\n", lines, re.DOTALL)
+    given = re.findall(r"s(\d+)\.data_ptr", launched)
+    assert {str(saved.index(held)), str(len(saved))} <= set(given)
 
 
 @pytest.mark.parametrize("name", [name for name, (recipe, *_) in CALLS.items() if recipe])

@@ -11,7 +11,7 @@ With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is 
     dx = residual_grad + rstd (dy w - x̂ share Σ dy w x̂ - share Σ dy w)       dw = Σ dy x̂, db = Σ dy
 
 with the last sum of dx for LayerNorm alone, and w = weight, weight + 1, or 1 without a weight.
-In backward y has a weight of its own, y_weight.
+In backward y may have a weight of its own, y_weight.
 Forward and backward compute y by the same operations: they give the same bits, or, where the
 compiler contracts a product and a sum in one of them only, neighbouring numbers.
 """
@@ -217,7 +217,9 @@ def norm_backward(
             xhat -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         xhat *= rstd
         if y_ptr is not None:
-            y_scale = load_scale(y_weight_ptr, cols, within, ZERO_CENTERED)
+            y_scale = scale
+            if y_weight_ptr is not None:
+                y_scale = load_scale(y_weight_ptr, cols, within, ZERO_CENTERED)
             bias = load_bias(bias_ptr, cols, within)
             store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, y_scale, bias))
         if partial_ptr is not None:
@@ -274,7 +276,9 @@ def norm_backward_wide(
         scale = load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
         xhat = (load_rows(x_ptr, row, x_stride, cols, inside) - mean) * rstd
         if y_ptr is not None:
-            y_scale = load_scale(y_weight_ptr, cols, inside, ZERO_CENTERED)
+            y_scale = scale
+            if y_weight_ptr is not None:
+                y_scale = load_scale(y_weight_ptr, cols, inside, ZERO_CENTERED)
             bias = load_bias(bias_ptr, cols, inside)
             store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, y_scale, bias))
         dh = load_rows(dy_ptr, row, dy_stride, cols, inside) * scale
