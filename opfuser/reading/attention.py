@@ -89,8 +89,9 @@ def attention_of(
         u = heads_of(values, v_value, projected, **order)
     is_cross = kept is None and k.inputs == u.inputs and k.inputs.isdisjoint(q.inputs)
     _check_keys(core, q, k, u, is_other=is_cross or kept is not None)
-    if update is not None and q.order:
-        raise KeptError("turns the last entries of keys that a cache keeps")
+    if update is not None and (q.order or k.scale != 1):
+        what = "turns the last entries of" if q.order else "scales the"
+        raise KeptError(f"{what} keys that a cache keeps")
     if kept is not None and sequence_first:
         raise KeptError("exchanges batch and sequence beside a cache")
     once = once if update is None else (*once, update)

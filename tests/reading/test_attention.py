@@ -234,6 +234,31 @@ def test_heads_whose_ends_turn_are_not_cached() -> None:
         read(trace(Cached(), (*given, cache), {}).dataflow)
 
 
+class Scales(Attends):
+    """Attention whose keys are multiplied before a cache keeps them, or queries if ``queries``."""
+
+    queries = False
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
+        q, k, v = split(self, x)
+        q, k = (q * 1.5, k) if self.queries else (q, k * 1.5)
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        return self.out(joined(causal(q, k, v)))
+
+
+def test_keys_that_are_scaled_are_not_cached() -> None:
+    """As attention scales its scores, and the cache would get them without that."""
+    module = Scales()
+    assert_recomputed(Example(module, (stream(), None)))
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), pytest.raises(KeptError, match="scales the keys that a cache keeps"):
+        read(trace(module, (stream(), cache), {}).dataflow)
+    module.queries = True
+    with torch.no_grad():
+        assert_recomputed(Example(module, (stream(), cache)))
+
+
 def test_keys_beside_values_of_another_size_are_cached() -> None:
     module = Cached()
     module.starts, module.out = True, nn.Linear(HEADS * 5, WIDTH).double()
