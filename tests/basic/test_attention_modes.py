@@ -530,6 +530,8 @@ def test_refuses_a_bias_of_integers() -> None:
         op(x, torch.ones(5, 5, dtype=torch.int64))
 
 
+# Dynamo's own use of torch and of Python warns in some versions.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("compiled", [False, True], ids=["recorded", "compiled"])
 def test_a_bias_in_a_sequence(compiled: bool) -> None:
     """In one call after another, with other numbers, with gradients of it and without."""
