@@ -101,7 +101,6 @@ def qk_norm(
     if not y.numel():
         return NormedHeads(y, rstd)
     period = _count(x) if rotation is None else rotation.period
-    angles = None if rotation is None else _angles(rotation)
     if functional():
         *turning, values = _apart(x, period, kv_heads, head_dim)
         turned, norms = [], []
@@ -112,6 +111,7 @@ def qk_norm(
             turned.append(_turned(wide, rotation, False, x.dtype))
             norms.append(norm.reshape(*x.shape[:-1], -1))
         return NormedHeads(_together(x, [*turned, values]), joined_columns(norms))
+    angles = None if rotation is None else _angles(rotation)
     xs = _heads(x, period, head_dim)
     scales = _scales(q_weight, k_weight, active - kv_heads, kv_heads, dtype, zero_centered)
     ys = _heads(y, period, head_dim)
