@@ -6,6 +6,8 @@ The weights are random: what is promised holds for any, and nothing is downloade
 from __future__ import annotations
 
 import copy
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,10 +67,13 @@ class Results(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Model and tokenizer, as ``from_pretrained`` reads them."""
-    folder = tmp_path_factory.mktemp("minilm")
-    torch.manual_seed(0)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models and tokenizers, as ``from_pretrained`` reads them."""
+    return [checkpoint(tmp_path_factory.mktemp("minilm"), seed) for seed in range(5)]
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
     model = transformers.BertModel(transformers.BertConfig(**SIZES))
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -149,18 +154,25 @@ def of_applied(folder: Path, batch: Batch) -> Results:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [of_encoder, of_applied])
 def test_embeddings_and_the_gradients_of_training(
-    way: Callable[[Path, Batch], Results], checkpoint: Path
+    way: Callable[[Path, Batch], Results], checkpoints: list[Path]
 ) -> None:
-    batch = tokenized(checkpoint)
-    untouched = transformers.BertModel.from_pretrained(checkpoint)
-    exact = of_theirs(copy.deepcopy(untouched).double(), batch)
-    want = of_theirs(untouched, batch)
-    got = way(checkpoint, batch)
-    assert (got.embeddings - want.embeddings).abs().max() <= 1e-5
-    assert got.grads.keys() == exact.grads.keys()
-    for name, grad in exact.grads.items():
-        if name.endswith("key.bias"):  # zero, as the softmax of scores ignores what all share
-            assert max(grad.norm(), got.grads[name].norm()) < 1e-7
-            continue
-        assert grad.norm() > 1e-5, f"{name} tells nothing"
-        assert distance(got.grads[name], grad) <= 2 * distance(want.grads[name], grad), name
+    """Errors are those of several models: of one, that of a single bias is a matter of luck, as
+    it sums gradients that all carry the rounding of the same few embeddings."""
+    ours, theirs = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for checkpoint in checkpoints:
+        batch = tokenized(checkpoint)
+        untouched = transformers.BertModel.from_pretrained(checkpoint)
+        exact = of_theirs(copy.deepcopy(untouched).double(), batch)
+        want = of_theirs(untouched, batch)
+        got = way(checkpoint, batch)
+        assert (got.embeddings - want.embeddings).abs().max() <= 1e-5
+        assert got.grads.keys() == exact.grads.keys()
+        for name, grad in exact.grads.items():
+            if name.endswith("key.bias"):  # zero: the softmax of scores ignores what all share
+                assert max(grad.norm(), got.grads[name].norm()) < 1e-7
+                continue
+            assert grad.norm() > 1e-5, f"{name} tells nothing"
+            ours[name].append(distance(got.grads[name], grad))
+            theirs[name].append(distance(want.grads[name], grad))
+    for name in ours:
+        assert math.hypot(*ours[name]) <= 2 * math.hypot(*theirs[name]), name
