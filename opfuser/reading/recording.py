@@ -7,8 +7,6 @@ import importlib
 import inspect
 import io
 import logging
-import math
-import operator
 import os
 import random
 import sys
@@ -23,7 +21,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
-from torch.nn.modules import container as container_file
 from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
@@ -36,11 +33,7 @@ from .stand_ins import LayerIndex
 __all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
-_CONTAINERS = vars(container_file)
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
-_OF_INTEGERS = frozenset(
-    (math.comb, math.factorial, math.gcd, math.isqrt, math.lcm, math.perm, operator.index)
-)
 # Names in code that reads attributes without their objects.
 _HIDDEN = {"getattr_static"}, {"object", "__getattribute__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -76,7 +69,6 @@ class Recording:
     Args:
         root: the module that is traced.
         note_effect: is told what the forward does besides computing, as a predicate.
-        note_loop: is told that the forward counts by an integer, which cannot be followed.
         keep: is told why the module is kept, where the forward must not go on.
     """
 
@@ -84,10 +76,9 @@ class Recording:
         self,
         root: nn.Module,
         note_effect: Callable[[str], None],
-        note_loop: Callable[[], None],
         keep: Callable[[str], NoReturn],
     ) -> None:
-        self.note_effect, self.note_loop, self.keep = note_effect, note_loop, keep
+        self.note_effect, self.keep = note_effect, keep
         self.has_cache = False
         self._drawn: dict[int, Callable[[], object]] = {}  # by generator, what puts it back
         self._created: dict[int, nn.Module] = {}
@@ -251,9 +242,6 @@ class Recording:
         own = function.__self__
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
-        elif function in _OF_INTEGERS:  # which take a size for an integer, and note nothing
-            if not _takes_by_constant(frame):
-                self.note_loop()
         elif isinstance(own, _GENERATORS):
             self._drawn.setdefault(id(own), _state_of(own))
             self.note_effect("draws random numbers")
@@ -289,8 +277,8 @@ class Recording:
             self.note_effect("writes to a global")
         if code.co_freevars and _writes_to_closure(code):
             self.note_effect("writes to a variable of another function")
-        if "range" in code.co_names:
-            self.note_loop()
+        if _tells_types_apart(code):
+            self.note_effect("asks whether the type of something is int")
         for hidden in _HIDDEN:
             if hidden <= set(code.co_names):
                 self.note_effect(f"reads by {'.'.join(sorted(hidden, reverse=True))}")
@@ -356,16 +344,23 @@ def _file(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _takes_by_constant(frame: types.FrameType) -> bool:
-    """Whether a container of modules takes one of them, by a number that is no size."""
-    return frame.f_globals is _CONTAINERS and type(frame.f_locals.get("idx")) is int
-
-
 def _state_of(generator: random.Random | torch.Generator) -> Callable[[], object]:
     """A function after which a generator goes on as it would now."""
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
     return partial(generator.set_state, generator.get_state())
+
+
+def _tells_types_apart(code: types.CodeType) -> bool:
+    """Whether code may tell that sizes are integers of another type during a trace."""
+    names, before = set(code.co_names), None
+    if not {"type", "int"} <= names:
+        return "SymInt" in names
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and before != "LOAD_CONST":
+            return True
+        before = instruction.opname
+    return "issubclass" in names
 
 
 def _writes_to_closure(code: types.CodeType) -> bool:

@@ -9,16 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = ["Size", "Sizes", "function_of", "plain"]
-
-
-class Shape(tuple[int, ...]):
-    """Takes the place of a ``torch.Size``, which has plain integers alone."""
-
-    __slots__ = ()
-
-    def numel(self) -> int:
-        return math.prod(self)
 
 
 class Sizes:
@@ -43,9 +36,9 @@ class Sizes:
         known = of_input or size not in self._derived
         return Size(size, f"s[{self._number[size]}]" if known else "", self)
 
-    def shape(self, shape: Iterable[int], of_input: bool = False) -> Shape:
+    def shape(self, shape: Iterable[int], of_input: bool = False) -> torch.Size:
         """The sizes of a tensor, which is an input of the forward or is computed in it."""
-        return Shape(self.of(size, of_input) for size in shape)
+        return torch.Size([self.of(size, of_input) for size in shape])
 
     def add(self, size: int) -> None:
         """Adds a size that may differ and is known after the others, such as that of a cache."""
@@ -118,23 +111,41 @@ def function_of(text: str) -> Callable[[tuple[int, ...]], Any]:
 
 def plain(leaf: Any) -> Any:
     """The integer of a size; other leaves are returned as they are."""
-    return int.__int__(leaf) if isinstance(leaf, Size) else leaf
+    return leaf.value if isinstance(leaf, Size) else leaf
 
 
-class Size(int):
+class _Kind(type(torch.SymInt)):  # type: ignore[misc]
+    """The type of a size, which is equal to that of integers."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is int
+
+    def __hash__(cls) -> int:
+        return hash(int)
+
+
+class Size(torch.SymInt, metaclass=_Kind):
     """A size that may differ between calls; it notes what a forward decides by it.
 
-    An integer, as functions of torch take no other. What the interpreter does with it in C, such as
-    ``range``, is not noted.
+    No subclass of ``int``, which the interpreter and others in C read without a word: they ask this
+    for an index, which fixes it. Functions of torch take it for an integer that is not known yet.
+
+    Attributes:
+        value: in the traced call.
+        text: an expression of the sizes ``s`` of a call; empty if none is known.
+        sizes: of the call.
     """
 
-    text: str
-    sizes: Sizes
+    def __init__(self, value: int, text: str, sizes: Sizes) -> None:
+        self.value, self.text, self.sizes = value, text, sizes
 
-    def __new__(cls, value: int, text: str, sizes: Sizes) -> Size:
-        made = int.__new__(cls, value)
-        made.text, made.sizes = text, sizes
-        return made
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return int
+
+    @property
+    def node(self) -> Any:
+        raise TypeError("a size is no argument of this function")
 
     __hash__: Callable[[], int]
 
@@ -145,12 +156,13 @@ def _text(value: Any) -> str:
 
 def _arithmetic(symbol: str, function: Callable[[Any, Any], Any], reflected: bool) -> Any:
     def method(self: Size, other: Any) -> Any:
-        if not isinstance(other, int):  # a float or a list: what comes out no longer tells
-            if not isinstance(other, (float, list, tuple, str)):
-                return NotImplemented
-            self.sizes.fix(self)
-            return function(other, int(self)) if reflected else function(int(self), other)
+        if not isinstance(other, (int, float, complex, list, tuple, str)):
+            return NotImplemented
         left, right = (other, self) if reflected else (self, other)
+        if not symbol or not isinstance(other, int):  # what comes out no longer tells
+            for size in (self, other):
+                self.sizes.fix(size)
+            return function(plain(left), plain(right))
         known = _text(left) and _text(right)
         text = f"({_text(left)} {symbol} {_text(right)})" if known else ""
         return Size(function(plain(left), plain(right)), text, self.sizes)
@@ -162,7 +174,7 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
     def method(self: Size, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        outcome = function(int.__int__(self), plain(other))
+        outcome = function(self.value, plain(other))
         if isinstance(other, Size) and self.text == other.text != "":
             return outcome
         right = _text(other) if isinstance(other, int) else repr(other)
@@ -174,24 +186,33 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
     return method
 
 
-def _fixing(name: str) -> Any:
-    """A method of integers, of which sizes are the same in all calls."""
-    function = getattr(int, name)
+def _fixing(function: Callable[..., Any]) -> Any:
+    """A method or attribute of integers, of which sizes are the same in all calls."""
 
     def method(self: Size, *others: Any) -> Any:
         for size in (self, *others):
             self.sizes.fix(size)
-        return function(plain(self), *map(plain, others))
+        return function(self.value, *map(plain, others))
 
     return method
 
 
+_OF_OBJECTS = frozenset("__new__ __init__ __class__ __getattribute__ __doc__".split())
+for _name in set(dir(int)) - _OF_OBJECTS:
+    _of_int = getattr(int, _name)
+    if not callable(_of_int):
+        setattr(Size, _name, property(_fixing(_of_int.__get__)))
+    elif getattr(object, _name, None) is not _of_int:
+        setattr(Size, _name, _fixing(_of_int))
+Size.__reduce_ex__ = _fixing(lambda value, protocol: (int, (value,)))  # type: ignore[assignment]
 for _name, _symbol, _function in (
     ("add", "+", operator.add),
     ("sub", "-", operator.sub),
     ("mul", "*", operator.mul),
     ("floordiv", "//", operator.floordiv),
     ("mod", "%", operator.mod),
+    *((name, "", getattr(operator, f"__{name}__")) for name in "and lshift or pow rshift truediv xor".split()),
+    ("divmod", "", divmod),
 ):
     setattr(Size, f"__{_name}__", _arithmetic(_symbol, _function, False))
     setattr(Size, f"__r{_name}__", _arithmetic(_symbol, _function, True))
@@ -204,10 +225,3 @@ for _name, _symbol, _compare in (
     ("ge", ">=", operator.ge),
 ):
     setattr(Size, f"__{_name}__", _comparison(_symbol, _compare))
-for _name in (
-    "abs and bool ceil divmod float floor format hash int invert lshift neg or pos pow rand "
-    "rdivmod repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
-).split():
-    setattr(Size, f"__{_name}__", _fixing(f"__{_name}__"))
-for _name in ("as_integer_ratio", "bit_count", "bit_length", "conjugate", "to_bytes"):
-    setattr(Size, _name, _fixing(_name))

@@ -138,7 +138,7 @@ def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:
                 if bound is not None:
                     _compare(size, bound)
             parts = size, part.start, part.stop, part.step
-            if all(type(n) in (int, type(None)) for n in parts):
+            if not any(type(n) is Size for n in parts):
                 sizes.constants.add(len(range(*part.indices(size))))
         elif isinstance(part, int) and not isinstance(part, bool):
             _compare(sizes.of(shape[dim]), part)
@@ -159,6 +159,6 @@ def _compare(size: int, bound: Any) -> None:
         if isinstance(size, Size):
             size.sizes.fix(size)
         return
-    if int.__int__(bound) < 0:
+    if plain(bound) < 0:
         bound = -bound
     _ = size > bound, size >= bound  # which a Size notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -64,7 +65,7 @@ class TracingMode(TorchFunctionMode):
         super().__init__()
         self.sizes, self.ignored_hooks = sizes, ignored_hooks
         self.dataflow = Dataflow()
-        self.recording = Recording(root, self.note_effect, sizes.fix_all, self.keep)
+        self.recording = Recording(root, self.note_effect, self.keep)
         self.grad_enabled = torch.is_grad_enabled()
         self.device = device
         # Under autocast, stand-ins on the device itself: no other tensors are cast.
@@ -262,7 +263,7 @@ class TracingMode(TorchFunctionMode):
             where = [*args[1:], *kwargs.values()]
             return shape[where[0]] if where and where[0] is not None else shape
         if op in ("numel", "nelement"):
-            return self.sizes.shape(value.shape, value.origin == "input").numel()
+            return math.prod(self.sizes.shape(value.shape, value.origin == "input"))
         if op == "__len__":  # which has to be an integer for the interpreter
             self.sizes.fix(value.shape[0])
         return function(value.meta, *args[1:], **kwargs)
