@@ -35,7 +35,9 @@ OUTCOMES = "passed", "skipped", "failed"  # from the best to the worst
 
 def environment() -> dict[str, str]:
     """Versions, and the device, of this process; a package that is not installed has none."""
-    installed = {d.name: d.version for d in metadata.distributions()}
+    installed: dict[str, str] = {}
+    for found in metadata.distributions():
+        installed.setdefault(found.name, found.version)  # the first on the path is imported
     has_gpu = torch.cuda.is_available()
     return {
         "python": platform.python_version(),

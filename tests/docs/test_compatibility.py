@@ -56,6 +56,15 @@ def test_a_row_has_versions_and_counts(first: Path) -> None:
     assert len(row["date"].split("-")) == 3
 
 
+def test_the_version_is_that_of_what_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "triton-99.0.dist-info").mkdir()
+    (tmp_path / "triton-99.0.dist-info" / "METADATA").write_text("Name: triton\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert record_run.environment()["triton"] == "99.0"
+
+
 def test_what_ran_again_counts_as_it_ended(first: Path, tmp_path: Path) -> None:
     again = report(tmp_path, "again", "def test_fails(): pass\ndef test_other(): pass\n")
     row = record_run.row_of("some", [first, again])

@@ -509,11 +509,11 @@ def _events_of_attention(model: Any) -> list[Any]:
     seen: list[Any] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        seen.append((args, {k: v for k, v in kwargs.items() if k != "past_key_values"}))
+        seen.append((args, {k: v for k, v in kwargs.items() if k != CACHE}))
         return args, {**kwargs, "hidden_states": 2 * kwargs["hidden_states"]}
 
     def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        seen.append((args, {k: v for k, v in kwargs.items() if k != "past_key_values"}, out))
+        seen.append((args, {k: v for k, v in kwargs.items() if k != CACHE}, out))
         return 3 * out[0], *out[1:]
 
     def backward(module: nn.Module, before: Any, grads: Any) -> None:
@@ -540,7 +540,7 @@ def test_hooks_get_and_change_what_they_do_on_an_untouched_model(implementation:
         with torch.no_grad():
             kept.append(each(**whole, use_cache=True).past_key_values)
     # Keys of other calls, with gradients enabled: attention computes by its own forward.
-    got, want = (step(m, **whole, past_key_values=c) for m, c in zip((model, untouched), kept))
+    got, want = (step(m, **whole, **{CACHE: c}) for m, c in zip((model, untouched), kept))
     assert_same(got, want)
     report = opfuser.hf.report(model)
     assert report.computed[0].called == (("self_attn", "calls 'self_attn', which has hooks"),)
