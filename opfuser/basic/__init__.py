@@ -32,6 +32,8 @@ from .scaled_activation import *  # noqa: F403
 if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LATER
     from .add_embedding import AddEmbedding
     from .all_gather import AllGather
+    from .combine import Combine
+    from .dispatch import Dispatch
     from .dot_product_attention import DotProductAttention
     from .l2_normalization import L2Normalization
     from .load_balancing_loss import LoadBalancingLoss
@@ -49,8 +51,10 @@ __all__ = [
     "AllReduce",
     "BasicLinear",
     "Bias",
+    "Combine",
     "ConstantScale",
     "CrossEntropy",
+    "Dispatch",
     "DotProductAttention",
     "Dropout",
     "Embedding",
@@ -82,6 +86,8 @@ __all__ += scaled_activation.__all__
 _LATER = {
     "AddEmbedding": "add_embedding",
     "AllGather": "all_gather",
+    "Combine": "combine",
+    "Dispatch": "dispatch",
     "DotProductAttention": "dot_product_attention",
     "L2Normalization": "l2_normalization",
     "LoadBalancingLoss": "load_balancing_loss",

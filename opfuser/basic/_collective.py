@@ -35,7 +35,7 @@ class Collective(BasicOperation):
         """The ranks that take part; None is all."""
         return self._group.group
 
-    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         refuse_reference(self.process_group, type(self).__name__)
         return input_.clone()
 

@@ -27,11 +27,15 @@ class LocalPart(NamedTuple):
     Attributes:
         sums: whether the ranks' gradients are to be summed. The parameter is replicated then, and
             each rank uses it for other rows, or for other heads.
+        averages: whether the ranks' losses are those of batches of their own, of which the mean is
+            meant. The gradient of a parameter that serves the tokens of all ranks is that of the
+            sum of these losses: it is divided by their number.
         first_alone: whether the ranks but the first one compute with zeros in place of a replicated
             parameter, since what is computed is summed over the ranks.
     """
 
     sums: bool = False
+    averages: bool = False
     first_alone: bool = False
 
 
@@ -122,6 +126,9 @@ class _Parts(torch.autograd.Function):
         found = list(grads)
         for n, grad in zip(summed, _sums([(grads[n], ctx.specs[n].mesh) for n in summed])):
             found[n] = grad
+        for n, whole in enumerate(found):
+            if ctx.hows[n].averages and whole is not None:
+                found[n] = whole / ctx.specs[n].mesh.size()
         return None, *(None if g is None else spec.of(g) for g, spec in zip(found, ctx.specs))
 
 

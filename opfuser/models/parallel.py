@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -42,8 +40,10 @@ from opfuser import (
 )
 from opfuser.basic._distributed import slice_vocabulary
 from opfuser.engine.local_parameters import LocalPart, use_locally
-from opfuser.errors import ArgumentError, NotSupportedError, counted, explain
+from opfuser.errors import ArgumentError, counted, explain
 
+from ._distribution import Over, check_linear, refuse, replicate
+from ._expert_parallel import check_agreement, distribute_experts, has_experts, share_all_else
 from .config import ACTIVATIONS
 from .embedding_scale import EmbeddingScale
 
@@ -52,13 +52,18 @@ __all__ = ["parallelize"]
 Model = TypeVar("Model", bound=Sequential)
 Change = Callable[[], Any]
 
-_SEQUENCE = 1  # of (batch, sequence, features)
 _GATED = tuple({type(kind.make()) for kind in ACTIVATIONS.values() if kind.gated})
 _ACTIVATIONS = tuple({type(kind.make()) for kind in ACTIVATIONS.values()})
 _ROW_WISE = (ConstantScale, EmbeddingScale, Tanh, Identity, MakeExtraOutput, AddExtraInput)
 
 
-def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> Model:
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh | None = None,
+    *,
+    sequence_parallel: bool = True,
+    expert_parallel: DeviceMesh | None = None,
+) -> Model:
     """``model`` with its layers distributed over the ranks of ``mesh``, each with the same batch.
 
     Every rank has a slice of the heads of attention, of the features inside feed-forward blocks,
@@ -68,40 +73,56 @@ def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = Tru
     and adds; the sequence must be a multiple of the ranks then. Modules of ``model`` are replaced,
     and it is returned. Call it before ``fully_shard``, and before there is an optimiser.
 
+    With ``expert_parallel`` the experts of every layer are distributed over the ranks of another
+    mesh, or of the same one: :class:`opfuser.Dispatch` sends tokens to the rank of their experts,
+    :class:`opfuser.Combine` sends the results back. If it is another, or the only one, its ranks
+    have batches of their own, as those of data parallelism: gradients of experts are those of the
+    mean of the ranks' losses, and all else is left as it is, for ``fully_shard`` over all those
+    ranks. If it is ``mesh``, each rank routes its slice of the sequence; routers and shared experts
+    are replicated.
+
     Parameters are DTensors over ``mesh``: the values, or on the meta device none, are those of
     ``model``, which must be the same on every rank. The packed projections to queries, keys and
     values become one :class:`opfuser.MergedLinear` with the names ``q``, ``k`` and ``v``, those of
     gated activations one with ``gate`` and ``up``. Gradients of norms, of which each rank sees a
     part of the rows, are summed over ``mesh`` in backward, those of a group of operations in one
-    collective.
+    collective. Experts keep their names.
 
     Args:
         model: of :func:`opfuser.models.decoder_lm`, or the layers, one layer or one block of it.
             These take and return, with sequence parallelism, slices of the sequence.
         mesh: of one dimension; of a mesh with more, ``mesh["tp"]``, and another dimension of it is
-            then for ``fully_shard`` or :func:`opfuser.models.sharding.shard_layers`.
+            then for ``fully_shard`` or :func:`opfuser.models.sharding.shard_layers`. None leaves
+            all but experts as it is.
         sequence_parallel: whether to slice the sequence too.
+        expert_parallel: of one dimension, over which experts are distributed; None: they are not.
 
     Returns:
         ``model``: with a loss, of which every rank computes the same one; without, each rank's
-        logits are those of its slice of the vocabulary, as ``torch.chunk`` cuts it.
+        logits are those of its slice of the vocabulary, as ``torch.chunk`` cuts it. The losses of
+        routers are those of this rank's tokens.
 
     Raises:
-        ArgumentError: ``mesh`` has several dimensions; heads, key heads or features are no multiple
-            of the ranks; a rank would have no slice of the vocabulary; a module was parallelised
-            before.
-        NotSupportedError: an operation that is not known here, experts for instance; dropout, whose
-            masks would have to agree between ranks in some places and differ in others; weights
-            that are stored as codes; ``accumulate_into_main_grad``; learned positions with
-            sequence parallelism.
+        ArgumentError: ``mesh`` has several dimensions; heads, key heads, features or experts are no
+            multiple of the ranks; a rank would have no slice of the vocabulary; a module was
+            parallelised before; there is no mesh at all, or ``expert_parallel`` is another mesh
+            than ``mesh``; it is given and ranks have different models, which each of them says.
+        NotSupportedError: an operation that is not known here, experts without ``expert_parallel``
+            for instance; dropout, whose masks would have to agree between ranks in some places and
+            differ in others; weights that are stored as codes; ``accumulate_into_main_grad``;
+            learned positions with sequence parallelism; experts of ``mesh`` without that, or with
+            losses of their routers.
     """
-    if mesh.ndim != 1:
+    meshes = [m for m in (mesh, expert_parallel) if m is not None]
+    for given in meshes:
+        _check_mesh(given)
+    if not meshes or len({*meshes}) > 1:
         raise ArgumentError(
             explain(
-                "A model is parallelised over a mesh of one dimension",
+                "A model is parallelised over mesh, its experts over the same or alone",
                 where="parallelize",
-                received=counted(mesh.ndim, "dimension"),
-                remedy='Pass one of them, such as mesh["tp"]',
+                received=f"mesh={mesh}, expert_parallel={expert_parallel}",
+                remedy="Pass one mesh, as either argument or as both",
             )
         )
     placed = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
@@ -113,69 +134,58 @@ def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = Tru
                 received=f"{placed}, which is a DTensor",
             )
         )
-    over = _Over(mesh, mesh.get_group(), mesh.size(), sequence_parallel, {})
-    for change in list(_changes(model, over)):  # all are known before the first one is made
+    (used, *_), experts = meshes, expert_parallel is not None
+    over = Over(used, used.get_group(), used.size(), sequence_parallel, {}, experts)
+    if experts:
+        check_agreement(model, over.group)
+    changes = _changes(model, over) if mesh is not None else _changes_of_experts(model, over)
+    for change in list(changes):  # all are known before the first one is made
         change()
     return model
 
 
-class _Over(NamedTuple):
-    """What a model is distributed over; and the parameters that are, by identity."""
-
-    mesh: DeviceMesh
-    group: dist.ProcessGroup
-    ranks: int
-    sequence: bool
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]]
-
-    @property
-    def slices(self) -> dict[str, Any]:
-        """Arguments of sharded operations."""
-        return {
-            "tensor_parallel_group": self.group,
-            "sequence_parallel": self.sequence,
-            "sequence_dim": _SEQUENCE,
-        }
-
-    def own(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's slice."""
-        return whole.chunk(self.ranks, dim)[self.mesh.get_local_rank()]
-
-    def distributed(self, p: nn.Parameter, placement: Placement) -> nn.Parameter:
-        """The DTensor in the place of a parameter: one for all places of a tied one."""
-        if id(p) not in self.made:
-            part = p.detach()
-            if isinstance(placement, Shard):
-                part = self.own(part, placement.dim).clone(memory_format=torch.contiguous_format)
-            self.made[id(p)] = p, self.of_part(part, p, p.shape, placement)
-        return self.made[id(p)][1]
-
-    def of_part(
-        self, part: Tensor, p: nn.Parameter, shape: torch.Size, placement: Placement
-    ) -> nn.Parameter:
-        """A parameter of which this rank has ``part``, that gets gradients if ``p`` does."""
-        stride = torch.empty(shape, device="meta").stride()
-        made = DTensor.from_local(
-            part, self.mesh, (placement,), run_check=False, shape=shape, stride=stride
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ArgumentError(
+            explain(
+                "A model is parallelised over a mesh of one dimension",
+                where="parallelize",
+                received=counted(mesh.ndim, "dimension"),
+                remedy='Pass one of them, such as mesh["tp"]',
+            )
         )
-        return nn.Parameter(made, requires_grad=p.requires_grad)
 
 
-def _changes(block: Sequential, over: _Over) -> Iterator[Change]:
+def _changes_of_experts(model: Sequential, over: Over) -> Iterator[Change]:
+    """What is to be done where ranks have batches of their own, whose mean loss is meant."""
+    blocks = [m for m in model.modules() if isinstance(m, Sequential) and has_experts(m)]
+    if not blocks:
+        raise ArgumentError(
+            explain("expert_parallel needs experts", where="parallelize", received="none in model")
+        )
+    for block in blocks:
+        yield from distribute_experts(block, over, LocalPart(averages=True))
+
+
+def _changes(block: Sequential, over: Over) -> Iterator[Change]:
     """What is to be done in a Sequential; raises for what it cannot be done with."""
+    if over.experts and has_experts(block):
+        yield from distribute_experts(block, over, LocalPart())
+        yield from share_all_else(block, over)
+        return
     children: list[tuple[str, Any]] = [
         (name, op) for name, op in block._modules.items() if op is not None
     ]
     linears = [n for n, (_, op) in enumerate(children) if type(op) is Linear]
     if len(linears) > 2:
-        _refuse(block, f"with {len(linears)} linear operations")
+        refuse(block, f"with {len(linears)} linear operations")
     first, last = linears if len(linears) == 2 else (len(children), len(children))
     inside = [op for _, op in children[first + 1 : last]]
     for n, (name, op) in enumerate(children):
         if isinstance(op, Sequential):
             yield from _changes(op, over)
         elif type(op) is Linear:
-            _check_linear(op)
+            check_linear(op)
             make = _first(op, inside, over) if n == first else _row if n == last else _head
             if make is _head:
                 slice_vocabulary(op.out_features, over.group, "parallelize")
@@ -185,19 +195,19 @@ def _changes(block: Sequential, over: _Over) -> Iterator[Change]:
             yield partial(_replace, block, name, op, _embedding, over)
         elif type(op) is CrossEntropy:
             if len(linears) != 1 or linears[0] > n:
-                _refuse(op, "without a head in the same sequence")
+                refuse(op, "without a head in the same sequence")
             classes = children[linears[0]][1].out_features
             yield partial(_replace, block, name, op, partial(_loss, classes), over)
         else:
             yield from _changes_in_place(op, first < n < last, over)
 
 
-def _changes_in_place(op: nn.Module, inside: bool, over: _Over) -> Iterator[Change]:
+def _changes_in_place(op: nn.Module, inside: bool, over: Over) -> Iterator[Change]:
     """Those of an operation that stays, inside a block or between blocks."""
     if type(op) in (RMSNorm, LayerNorm) and not inside:
-        yield partial(_replicate, op, over, LocalPart(sums=over.sequence))
+        yield partial(replicate, op, over, LocalPart(sums=over.sequence))
     elif type(op) is PositionEmbedding and not over.sequence:
-        yield partial(_replicate, op, over, LocalPart())
+        yield partial(replicate, op, over, LocalPart())
     elif inside and type(op) in (QKNorm, RotaryEmbedding, DotProductAttention):
         if type(op) is DotProductAttention:
             _check_attention(op)
@@ -205,53 +215,26 @@ def _changes_in_place(op: nn.Module, inside: bool, over: _Over) -> Iterator[Chan
         _check_divides(op, "num_kv_heads", over)
         yield partial(_divide_heads, op, over)
         if type(op) is QKNorm:
-            yield partial(_replicate, op, over, LocalPart(sums=True))
+            yield partial(replicate, op, over, LocalPart(sums=True))
     elif type(op) is Dropout:
         if op.dropout_probability:
-            _refuse(op, "whose masks would have to agree where ranks have the same rows")
+            refuse(op, "whose masks would have to agree where ranks have the same rows")
     elif type(op) is PositionEmbedding:
-        _refuse(op, "with sequence parallelism")
+        refuse(op, "with sequence parallelism")
     elif not isinstance(op, _ROW_WISE) and not (inside and type(op) in _ACTIVATIONS):
-        _refuse(op)
-
-
-def _refuse(
-    op: nn.Module,
-    how: str = "",
-    remedy: str = "Shard such a model by its layers: opfuser.models.sharding",
-) -> NoReturn:
-    raise NotSupportedError(
-        explain(
-            "Models are parallelised that consist of what decoder_lm makes without experts",
-            where="parallelize",
-            received=f"{type(op).__name__} {how}".strip(),
-            remedy=remedy,
-        )
-    )
-
-
-def _check_linear(op: Linear) -> None:
-    if op.weight_format is not None:
-        remedy = "Construct the model outside of opfuser.quantized_model_init"
-        _refuse(op, "whose weight is stored as codes", remedy)
-    if op.weight_transposed:
-        _refuse(op, "whose weight is transposed")
-    if op.accumulate_into_main_grad:
-        _refuse(op, "with accumulate_into_main_grad")
-    if any(part.communicates for part in op.basic_ops):
-        _refuse(op, "that is distributed already")
+        refuse(op)
 
 
 def _check_attention(op: DotProductAttention) -> None:
     if op.layout != "packed" or op.v_head_dim is not None:
-        _refuse(op, "of another layout than packed heads of one size")
+        refuse(op, "of another layout than packed heads of one size")
     if op.alibi or op.core_attention_bias or list(op.parameters()):
-        _refuse(op, "with slopes, sinks or a bias of each head")
+        refuse(op, "with slopes, sinks or a bias of each head")
     if op.dropout_p:
-        _refuse(op, "with dropout")
+        refuse(op, "with dropout")
 
 
-def _check_divides(op: Any, name: str, over: _Over) -> None:
+def _check_divides(op: Any, name: str, over: Over) -> None:
     if getattr(op, name) % over.ranks:
         raise ArgumentError(
             explain(
@@ -262,25 +245,18 @@ def _check_divides(op: Any, name: str, over: _Over) -> None:
         )
 
 
-def _replace(block: Sequential, name: str, op: Any, make: Any, over: _Over) -> None:
+def _replace(block: Sequential, name: str, op: Any, make: Any, over: Over) -> None:
     new = make(op, over).train(op.training)
     if isinstance(op, Linear):
         new.recipe, new.accumulate_into_grad = op.recipe, op.accumulate_into_grad
     setattr(block, name, new)
 
 
-def _divide_heads(op: Any, over: _Over) -> None:
+def _divide_heads(op: Any, over: Over) -> None:
     op.num_heads, op.num_kv_heads = op.num_heads // over.ranks, op.num_kv_heads // over.ranks
 
 
-def _replicate(op: nn.Module, over: _Over, how: LocalPart) -> None:
-    found = {name: p for name, p in op._parameters.items() if p is not None}
-    for name, p in found.items():
-        op.register_parameter(name, over.distributed(p, Replicate()))
-    use_locally(op, **dict.fromkeys(found, how))
-
-
-def _first(op: Linear, inside: Sequence[nn.Module], over: _Over) -> Any:
+def _first(op: Linear, inside: Sequence[nn.Module], over: Over) -> Any:
     """What makes the first linear operation of a block, by what stands behind it."""
     attention = [other for other in inside if type(other) is DotProductAttention]
     if attention:
@@ -289,7 +265,7 @@ def _first(op: Linear, inside: Sequence[nn.Module], over: _Over) -> Any:
         rows = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
         return partial(_merged, rows)
     if len(inside) != 1 or type(inside[0]) not in _ACTIVATIONS:
-        _refuse(op, f"in front of {', '.join(type(other).__name__ for other in inside)}")
+        refuse(op, f"in front of {', '.join(type(other).__name__ for other in inside)}")
     make: Any
     if not isinstance(inside[0], _GATED):
         features, make = op.out_features, _column
@@ -297,7 +273,7 @@ def _first(op: Linear, inside: Sequence[nn.Module], over: _Over) -> Any:
         features = op.out_features // 2
         make = partial(_merged, {"gate": features, "up": features})
     else:
-        _refuse(inside[0], "with interleaved halves")
+        refuse(inside[0], "with interleaved halves")
     if features % over.ranks:
         raise ArgumentError(
             explain(
@@ -309,7 +285,7 @@ def _first(op: Linear, inside: Sequence[nn.Module], over: _Over) -> Any:
     return make
 
 
-def _linear(op: Linear, over: _Over, mode: str, placement: Shard, bias: Placement) -> Linear:
+def _linear(op: Linear, over: Over, mode: str, placement: Shard, bias: Placement) -> Linear:
     new = Linear(
         op.in_features,
         op.out_features,
@@ -327,19 +303,19 @@ def _linear(op: Linear, over: _Over, mode: str, placement: Shard, bias: Placemen
     return new
 
 
-def _column(op: Linear, over: _Over) -> Linear:
+def _column(op: Linear, over: Over) -> Linear:
     return _linear(op, over, "column", Shard(0), Shard(0))
 
 
-def _head(op: Linear, over: _Over) -> Linear:
+def _head(op: Linear, over: Over) -> Linear:
     return _linear(op, over, "vocabulary", Shard(0), Shard(0))
 
 
-def _row(op: Linear, over: _Over) -> Linear:
+def _row(op: Linear, over: Over) -> Linear:
     return _linear(op, over, "row", Shard(1), Replicate())
 
 
-def _merged(rows: Mapping[str, int], op: Linear, over: _Over) -> MergedLinear:
+def _merged(rows: Mapping[str, int], op: Linear, over: Over) -> MergedLinear:
     """One with a projection for each of the parts that the rows of the weight consist of."""
     new = MergedLinear(
         op.in_features,
@@ -362,7 +338,7 @@ def _merged(rows: Mapping[str, int], op: Linear, over: _Over) -> MergedLinear:
     return new
 
 
-def _embedding(op: Embedding, over: _Over) -> Embedding:
+def _embedding(op: Embedding, over: Over) -> Embedding:
     new = Embedding(
         op.num_embeddings,
         op.embedding_dim,
@@ -377,7 +353,7 @@ def _embedding(op: Embedding, over: _Over) -> Embedding:
     return new
 
 
-def _loss(classes: int, op: CrossEntropy, over: _Over) -> CrossEntropy:
+def _loss(classes: int, op: CrossEntropy, over: Over) -> CrossEntropy:
     return CrossEntropy(
         op.ignore_index,
         op.label_smoothing,

@@ -261,6 +261,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "ClampedSwiGLU": Case({}, rows(), {**CLAMP, **INTERLEAVE, **CACHE}),
+    "Combine": Case({}, lambda: [torch.randn(5, 8), torch.arange(5), torch.full((2, 1), 5)], {}),
     "ConstantScale": Case({"scale": 2.0}, rows(), {"scale": Change(3.0)}),
     "CrossEntropy": Case(
         {},
@@ -272,6 +273,11 @@ CASES: dict[str, Case] = {
             "z_loss": Change(0.1),
             "vocabulary": ReadOnly(0),
         },
+    ),
+    "Dispatch": Case(
+        {"num_experts": 3},
+        lambda: [torch.randn(5, 8), torch.tensor([2, 0, 3]), torch.rand(5)],
+        {"num_experts": ReadOnly(6), "weighted": ReadOnly(False)},
     ),
     "DotProductAttention": Case(
         {"num_heads": 2, "num_kv_heads": 1},

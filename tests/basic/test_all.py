@@ -40,8 +40,9 @@ from tests.basic.values import DTYPES, fill, saved_by
 
 # Those that hand a tensor on, whatever its dtype.
 ANY_DTYPE = {
-    "AddExtraInput", "AllGather", "AllReduce", "ConstantScale", "Dropout", "Identity",
-    "LoadBalancingLoss", "MakeExtraOutput", "Quantize", "ReduceScatter", "Reshape", "SwapExtra",
+    "AddExtraInput", "AllGather", "AllReduce", "Combine", "ConstantScale", "Dispatch", "Dropout",
+    "Identity", "LoadBalancingLoss", "MakeExtraOutput", "Quantize", "ReduceScatter", "Reshape",
+    "SwapExtra",
 }  # fmt: skip
 # Their own files say what they refuse.
 OWN_TEXT = {

@@ -1,0 +1,154 @@
+"""Rows of tokens on the ranks that have their experts, and back: one exchange in each direction.
+
+Symbols: n ranks, E experts, of which each rank has E / n in succession; R rows that a rank sends,
+sorted by expert; S rows that it receives; D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError, NotSupportedError, explain
+from ..recording import unwatched
+from ._distributed import gather_into
+from ._row_map import slots
+
+__all__ = ["Call", "Route", "agree_on_experts", "refuse_tracing", "route_of", "send", "send_back"]
+
+_DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
+
+
+class Route(NamedTuple):
+    """Who sends which rows to whom.
+
+    Attributes:
+        row_map: (S,), for each row in the order of arrival its place among those sorted by expert.
+        rank_sizes: (2, n), on the CPU: the rows sent to each rank, and those received from each.
+    """
+
+    row_map: Tensor
+    rank_sizes: Tensor
+
+
+class Call(NamedTuple):
+    """What ranks must agree on in a call, or they wait for each other's data in vain."""
+
+    rows: Tensor
+    weights: Tensor | None
+    needs_rows: bool
+    needs_weights: bool
+
+    def header(self) -> list[int]:
+        """It in integers; :func:`_told` tells it."""
+        weights = -1 if self.weights is None else _DTYPES.index(str(self.weights.dtype))
+        of_rows = _DTYPES.index(str(self.rows.dtype)), self.rows.shape[1]
+        return [*of_rows, weights, int(self.needs_rows), int(self.needs_weights)]
+
+
+def _told(header: Sequence[int]) -> str:
+    dtype, features, weights, *needs = header
+    text = f"{features} features of {_DTYPES[dtype]}"
+    text += ", no weights" if weights < 0 else f", weights of {_DTYPES[weights]}"
+    named = [name for name, flag in zip(("rows", "weights"), needs) if flag]
+    return f"{text}, gradients of {' and '.join(named) or 'nothing'}"
+
+
+def refuse_tracing(where: str) -> None:
+    """Raises NotSupportedError while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        raise NotSupportedError(
+            explain(
+                "The host reads how many rows ranks exchange, which no graph holds",
+                where=where,
+                received="a call under torch.compile",
+                remedy="Compile what lies before and behind the experts",
+            )
+        )
+
+
+def agree_on_experts(number: int, like: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Raises InputError on every rank if the ranks have different numbers of experts."""
+    own = like.new_tensor([number], dtype=torch.int64)
+    with unwatched("the host reads what ranks agree on"):
+        found = gather_into(own.new_empty(dist.get_world_size(group)), own, group).tolist()
+    _check_alike("have the same number of experts", [f"{n} experts" for n in found])
+
+
+def route_of(
+    split_sizes: Tensor, call: Call, group: dist.ProcessGroup | None
+) -> tuple[Route, Tensor]:
+    """The route of rows, and how many of them each of this rank's experts gets, (E / n,).
+
+    The host waits for the device once, as collectives want the sizes there.
+
+    Raises:
+        InputError: on every rank, if the calls of ranks differ, or the split sizes of one of them
+            do not add up to its rows.
+    """
+    ranks, sizes = dist.get_world_size(group), split_sizes.long()
+    experts = len(sizes) // ranks
+    with unwatched("the host reads how many rows ranks exchange"):
+        wrong = (sizes.sum() != call.rows.shape[0]) | (sizes < 0).any()
+        header = torch.cat([wrong.long().view(1), sizes.new_tensor(call.header())])
+        message = torch.cat([sizes.view(ranks, -1), header.expand(ranks, -1)], 1)
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=group)
+        counts = received[:, :experts]
+        each = [message[:, :experts].sum(1, True), counts.sum(1, True), received[:, experts:]]
+        host = torch.cat(each, 1).cpu()
+    wrong_on = [f"rank {n}" for n, flag in enumerate(host[:, 2].tolist()) if flag]
+    if wrong_on:
+        raise InputError(
+            explain(
+                "The split sizes must not be negative, and add up to the number of rows",
+                where="Dispatch",
+                received=f"others on {', '.join(wrong_on)}",
+            )
+        )
+    _check_alike("make the same call", [_told(own) for own in host[:, 3:].tolist()])
+    rank_sizes = host[:, :2].t().contiguous()
+    expert_of = (
+        torch.arange(experts, device=sizes.device)
+        .repeat(ranks)
+        .repeat_interleave(counts.reshape(-1), output_size=int(rank_sizes[1].sum()))
+    )
+    # The inverse of a permutation has the first as its inverse.
+    return Route(slots(expert_of.argsort(stable=True)), rank_sizes), counts.sum(0)
+
+
+def _check_alike(what: str, told: Sequence[str]) -> None:
+    if len({*told}) > 1:
+        raise InputError(
+            explain(
+                f"All ranks of a group must {what}",
+                where="Dispatch",
+                received="; ".join(f"rank {n}: {text}" for n, text in enumerate(told)),
+            )
+        )
+
+
+def send(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+    """From this rank's rows (R, ...) those of its experts (S, ...), sorted by expert."""
+    sent, received = route.rank_sizes.tolist()
+    return _exchanged(x, sent, received, group).index_select(0, slots(route.row_map))
+
+
+def send_back(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+    """The inverse of :func:`send`: each rank gets what became of its rows."""
+    sent, received = route.rank_sizes.tolist()
+    return _exchanged(x.index_select(0, route.row_map), received, sent, group)
+
+
+def _exchanged(
+    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    # Also without rows of its own: the other ranks wait for this one.
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    with unwatched("ranks exchange rows"):
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out

@@ -1,0 +1,96 @@
+"""Rows of experts, sent back to the ranks of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..errors import InputError, explain
+from ._collective import Collective
+from ._distributed import group_size, refuse_reference
+from ._expert_exchange import Route, refuse_tracing, send, send_back
+
+__all__ = ["Combine"]
+
+
+class Combine(Collective):
+    """Sends each row back to the rank that it came from: the inverse of :class:`Dispatch`.
+
+    Shapes: x ``(S, D)``, rows as :class:`Dispatch` has sorted them, with any features; y ``(R, D)``
+    in the order of that operation's input, which :class:`Unpermute` adds by token. Extra inputs:
+    the map of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``, the first
+    two extra outputs of :class:`Dispatch`. Backward sends the gradients to the experts. Both passes
+    only copy. In a group of one rank, or where torch.distributed is not initialised, the identity.
+
+    Args:
+        process_group: that of :class:`Dispatch`; None is all ranks.
+
+    Raises:
+        InputError: in forward, if shapes do not go together.
+        NotSupportedError: while torch.compile traces.
+        OpKwargsError: in forward, if it is given keywords.
+    """
+
+    num_extra_inputs: int = 2
+
+    class Saved(NamedTuple):
+        row_map: Tensor | None
+        rank_sizes: Tensor | None
+
+    def fuser_forward(
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        if given["basic_op_kwargs"][0]:
+            self.refuse_keywords(given["basic_op_kwargs"][0])
+        ctx, group = basic_op_ctxs[0], self.process_group
+        row_map, rank_sizes = given["basic_op_extra_inputs"][0]
+        assert row_map is not None
+        assert rank_sizes is not None
+        _check(input_, row_map, rank_sizes, group_size(group))
+        alone = group_size(group) == 1
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(*((None, None) if alone else (row_map, rank_sizes))))
+        if alone:
+            return input_, [()]
+        refuse_tracing("Combine")
+        return send_back(input_, Route(row_map, rank_sizes), group), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Contexts,
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
+        ctx, group = basic_op_ctxs[0], self.process_group
+        dx = grad_output if ctx.needs.input else None
+        if dx is not None and group_size(group) > 1:
+            dx = send(dx, Route(*ctx.saved_tensors), group)
+        return dx, [()], [(None, None)]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        refuse_reference(self.process_group, "Combine")
+        _check(input_, extra_inputs[0], extra_inputs[1], 1)
+        return input_.clone()
+
+
+def _check(x: Tensor, row_map: Tensor, rank_sizes: Tensor, ranks: int) -> None:
+    if (
+        x.dim() != 2
+        or row_map.shape != x.shape[:1]
+        or rank_sizes.shape != (2, ranks)
+        or {row_map.dtype, rank_sizes.dtype} != {torch.int64}
+    ):
+        raise InputError(
+            explain(
+                "Rows (S, D) must come with the two maps that Dispatch returns, (S,) and "
+                f"(2, {ranks}), of int64",
+                where="Combine",
+                received=f"input {tuple(x.shape)}, {tuple(row_map.shape)} of {row_map.dtype}, "
+                f"{tuple(rank_sizes.shape)} of {rank_sizes.dtype}",
+            )
+        )

@@ -1,0 +1,187 @@
+"""Expert parallelism of the models: each rank has some of the experts, and gets their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from opfuser import (
+    AddExtraInput,
+    Combine,
+    Dispatch,
+    GroupedLinear,
+    Linear,
+    MakeExtraOutput,
+    Permute,
+    PrivateChannel,
+    Sequential,
+    SwapExtra,
+    TopKRouter,
+    Unpermute,
+)
+from opfuser.basic import activation, gated_activation, scaled_activation
+from opfuser.engine.local_parameters import LocalPart, use_locally
+from opfuser.errors import ArgumentError, explain
+from opfuser.op import BasicOperation
+
+from ._distribution import Over, check_linear, refuse, replicate
+
+__all__ = ["check_agreement", "distribute_experts", "has_experts", "share_all_else"]
+
+Change = Callable[[], Any]
+
+_SCALED = tuple(getattr(scaled_activation, name) for name in scaled_activation.__all__)
+_ACTIVATIONS = tuple(
+    getattr(module, name) for module in (activation, gated_activation) for name in module.__all__
+)
+_ROW_WISE = (*_ACTIVATIONS, *_SCALED, AddExtraInput, MakeExtraOutput, SwapExtra)
+_REMEDY = "Use the experts of opfuser.models, or Dispatch and Combine by hand"
+
+
+def has_experts(block: Sequential) -> bool:
+    """Whether a Sequential itself holds the operations of experts."""
+    return any(type(op) is Permute for op in block._modules.values())
+
+
+def check_agreement(model: Sequential, group: dist.ProcessGroup) -> None:
+    """Raises ArgumentError on every rank if the ranks of a group have different models."""
+    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    for rank, other in enumerate(found):
+        if other == found[0]:
+            continue
+        first = next(iter({*found[0]} ^ {*other}), ("the order of parameters",))
+        raise ArgumentError(
+            explain(
+                "All ranks must have the same model",
+                where="parallelize",
+                received=f"ranks 0 and {rank} of the group, which differ in {first[0]}",
+            )
+        )
+
+
+def distribute_experts(
+    block: Sequential, over: Over, how: LocalPart
+) -> Iterator[Callable[[], Any]]:
+    """What is to be done with the experts of a Sequential; raises for what it cannot be done with.
+
+    Args:
+        block: that :func:`has_experts`.
+        over: the ranks that share the experts.
+        how: gradients of their parameters are computed.
+    """
+    ops = list(block._modules.values())
+    found = [n for n, op in enumerate(ops) if type(op) in (Permute, Unpermute)]
+    if [type(ops[n]) for n in found] != [Permute, Unpermute]:
+        refuse(block, "with other than one Permute and one Unpermute", _REMEDY)
+    first, last = found
+    for name, op in list(block._modules.items())[first + 1 : last]:
+        if type(op) is GroupedLinear:
+            _check_grouped(op, over)
+            yield partial(_divide_groups, block, name, op, over, how)
+        elif not isinstance(op, _SCALED):
+            assert op is not None
+            refuse(op, "between Permute and Unpermute", _REMEDY)
+    permute = ops[first]
+    assert isinstance(permute, Permute)
+    if None in permute._extra_output_channels or any(permute._extra_output_to_caller):
+        refuse(permute, "whose extra outputs are the caller's", _REMEDY)
+    yield partial(_insert_exchange, block, first, last, over)
+
+
+def share_all_else(block: Sequential, over: Over) -> Iterator[Change]:
+    """What is to be done with the rest of that Sequential, if each rank has a part of the tokens.
+
+    Parameters are replicated, of router and shared expert: gradients are summed over the ranks.
+    """
+    if not over.sequence:
+        refuse(block, "with tensor parallelism of ranks that have the same tokens", "Pass "
+               "sequence_parallel=True")  # fmt: skip
+    within = False
+    for op in block._modules.values():
+        within = type(op) is Permute or (within and type(op) is not Unpermute)
+        if isinstance(op, TopKRouter):
+            if op.num_extra_outputs > 2:
+                refuse(op, "whose losses are those of a part of the tokens", "Leave them out")
+        elif type(op) is Linear:
+            check_linear(op)
+            yield partial(replicate, op, over, LocalPart(sums=True))
+        elif not within and type(op) is not Unpermute and not isinstance(op, _ROW_WISE):
+            assert op is not None
+            refuse(op, "beside experts", _REMEDY)
+
+
+def _check_grouped(op: GroupedLinear, over: Over) -> None:
+    if op.num_groups % over.ranks:
+        raise ArgumentError(
+            explain(
+                "The experts must be a multiple of the ranks",
+                where="parallelize: GroupedLinear",
+                received=f"num_groups={op.num_groups}, {over.ranks} ranks",
+                remedy="Use a mesh whose size divides them",
+            )
+        )
+    if not op.single_grouped_weight or (op.use_bias and not op.single_grouped_bias):
+        refuse(op, "with a parameter for each expert", "Pass single_grouped_weight=True")
+    if op.accumulate_into_main_grad or op.accumulate_into_grad or op.delay_wgrad_compute:
+        refuse(op, "that adds gradients to the parameter itself", "Leave that to autograd")
+
+
+def _divide_groups(
+    block: Sequential, name: str, op: GroupedLinear, over: Over, how: LocalPart
+) -> None:
+    new = GroupedLinear(
+        op.num_groups // over.ranks,
+        op.in_features,
+        op.out_features,
+        bias=op.use_bias,
+        device="meta",
+        dtype=op.weight.dtype,
+        single_grouped_weight=True,
+        single_grouped_bias=op.single_grouped_bias,
+        scale_bias=op.scale_bias,
+        weight_transposed=op.weight_transposed,
+    ).train(op.training)
+    found = {key: p for key, p in op._parameters.items() if p is not None}
+    for key, p in found.items():
+        new.register_parameter(key, over.distributed(p, Shard(0)))
+    use_locally(new, **dict.fromkeys(found, how))
+    new.recipe = op.recipe
+    _bind(new, op._extra_input_channels)
+    setattr(block, name, new)
+
+
+def _insert_exchange(block: Sequential, first: int, last: int, over: Over) -> None:
+    """Inserts Dispatch, whose outputs have the names that those of Permute had, and Combine."""
+    items = list(block._modules.items())
+    name, old = items[first]
+    assert isinstance(old, Permute)
+    permute = Permute(old.num_experts, weighted=old.weighted).train(old.training)
+    dispatch = Dispatch(old.num_experts, over.group, weighted=old.weighted).train(old.training)
+    combine = Combine(over.group).train(old.training)
+    row_map, *given = old._extra_output_channels
+    sent = [PrivateChannel(f"sent_{what}") for what in ("sizes", "weights")[: len(given)]]
+    route = [PrivateChannel("received"), PrivateChannel("exchanged")]
+    _bind(permute, old._extra_input_channels, [row_map, *sent])
+    _bind(dispatch, sent, [*route, *given])
+    _bind(combine, route)
+    items[last:last] = [("combine", combine)]
+    items[first : first + 1] = [(name, permute), ("dispatch", dispatch)]
+    block._rearrange(items)
+
+
+def _bind(
+    op: BasicOperation, inputs: Sequence[str | None], outputs: Sequence[str | None] = ()
+) -> None:
+    """Connects the extra inputs and outputs, in order."""
+    for n, channel in enumerate(inputs):
+        if channel is not None:
+            op.set_extra_input_channel(n, channel)
+    for n, channel in enumerate(outputs):
+        assert channel is not None
+        op.set_extra_output_channel(n, channel, output_to_caller=False)
