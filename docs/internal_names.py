@@ -36,5 +36,4 @@ INTERNAL = {
     "opfuser.op.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",
     "opfuser.registry.handles.FusionHandle": "call disabled_by requires setting switched",
     "opfuser.rope.RopeScaling": "check_pairs counted_length",
-    "opfuser.wgrad_overlap.WgradOverlap": "begin side",
 }

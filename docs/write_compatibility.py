@@ -63,7 +63,8 @@ def page() -> str:
 
 def _names() -> str:
     rows = [
-        f"| `{path}` | `{renamed.to}` | {renamed.since} | {renamed.removed_in} |\n"
+        f"| `{path}` | {'no effect' if renamed.gone else f'`{renamed.to}`'} | {renamed.since} | "
+        f"{renamed.removed_in} |\n"
         for path, renamed in NAMES.items()
     ]
     head = "| old | new | since | removed in |\n|---|---|---|---|\n"

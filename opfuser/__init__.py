@@ -36,7 +36,6 @@ from .registry import (
 )
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
-from .wgrad_overlap import WgradOverlap, overlap_wgrad
 
 if TYPE_CHECKING:  # what is loaded when it is used: operations, and names and places as in _LATER
     from . import optim
@@ -77,7 +76,6 @@ __all__ = [
     "RopeScaling",
     "Sequential",
     "Step",
-    "WgradOverlap",
     "apply",
     "async_tensor_parallel",
     "autocast",
@@ -95,7 +93,6 @@ __all__ = [
     "init_recipe_state",
     "keep_quantized_weights",
     "optim",
-    "overlap_wgrad",
     "plugins",
     "quantized_model_init",
     "recipe",

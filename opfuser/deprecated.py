@@ -1,7 +1,7 @@
-"""Public names that have others now: for one minor version both work, and the old one warns.
+"""Public names that have others now, or no effect: they work for one minor version, and warn.
 
-``NAMES`` is the policy's only list: a rename adds its line, and the tests ask for the line to go
-when the version has come in which the name is removed.
+``NAMES`` is the policy's only list: a rename or a removal adds its line, and the tests ask for the
+line to go when the version has come in which the name is removed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ class Renamed(NamedTuple):
     """What a public name became.
 
     Attributes:
-        to: path of the new name, such as ``"opfuser.apply"``.
+        to: path of the new name, such as ``"opfuser.apply"``, or of a stand-in.
         since: the minor version that renamed it, such as ``"0.2"``.
+        gone: why what it named is gone; None if it has another name. The stand-in changes nothing.
     """
 
     to: str
     since: str
+    gone: str | None = None
 
     @property
     def removed_in(self) -> str:
@@ -35,7 +37,11 @@ class Renamed(NamedTuple):
         return f"{major}.{int(minor) + 1}"
 
 
-NAMES: dict[str, Renamed] = {}
+_OVERLAP = "weight gradients on a stream of their own took longer more often than not"
+NAMES: dict[str, Renamed] = {
+    "opfuser.WgradOverlap": Renamed("opfuser.without_effect.WgradOverlap", "0.1", _OVERLAP),
+    "opfuser.overlap_wgrad": Renamed("opfuser.without_effect.overlap_wgrad", "0.1", _OVERLAP),
+}
 
 
 def value(path: str) -> Any:
@@ -51,9 +57,11 @@ def value(path: str) -> Any:
     if path not in NAMES:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     renamed = NAMES[path]
+    now, remedy = f"is called {renamed.to}", f"Use {renamed.to}"
+    if renamed.gone is not None:
+        now, remedy = "has no effect", f"Remove its use: {renamed.gone}"
     text = (
-        f"{path} is called {renamed.to} since opfuser {renamed.since}, and goes in "
-        f"{renamed.removed_in}. Use {renamed.to}."
+        f"{path} {now} since opfuser {renamed.since}, and goes in {renamed.removed_in}. {remedy}."
     )
     warnings.warn(text, DeprecatedNameWarning, stacklevel=3)  # of whom __getattr__ serves
     module, _, name = renamed.to.rpartition(".")

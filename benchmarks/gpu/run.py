@@ -1,6 +1,6 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
-Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``overlap``, ``model``, ``hugging_face``,
+Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``model``, ``hugging_face``,
 ``hugging_face_layers``, ``small``, ``replay``, ``host``. Each writes ``<part>.json`` into the
 output folder row by row, so that an interrupted run keeps its rows. A failure is a row with the
 text of its error. torch.compile takes part only in the sizes that a case names, one or a few, since
@@ -29,7 +29,6 @@ from benchmarks.gpu import (
     hugging_face_layers,
     kernels,
     model,
-    overlap,
     peers,
     quantized,
     replay_modes,
@@ -47,7 +46,6 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "sums": sums.rows,
     "blocks": blocks.rows,
     "quantized": quantized.rows,
-    "overlap": overlap.rows,
     "model": model.rows,
     "hugging_face": hugging_face.rows,
     "hugging_face_layers": hugging_face_layers.rows,

@@ -16,7 +16,6 @@ TITLES = {
     "sums": "Residual sums behind a GEMM",
     "blocks": "Blocks",
     "quantized": "Blocks and models in FP8",
-    "overlap": "Gradients of weights on a stream of their own",
     "model": "Models",
     "hugging_face": "Models of transformers",
     "hugging_face_layers": "Layers of transformers",

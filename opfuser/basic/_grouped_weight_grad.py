@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .. import gemm
 from ..change_tracking import Note
 from ..errors import InputError, explain
-from ..wgrad_overlap import compute
 from ._autograd_state import Destination, destination
 from ._weight_grad import ScaledProduct, fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
@@ -139,7 +138,7 @@ class GroupedWgrad(NamedTuple):
                     weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
 
     def _compute(self) -> list[Tensor | None]:
-        dw = compute(lambda: self.product.values(stacked=self.stacked))
+        dw = self.product.values(stacked=self.stacked)
         grads = [dw] if isinstance(dw, Tensor) else dw
         return [g if needed else None for g, needed in zip(grads, self.needed)]
 
@@ -174,7 +173,7 @@ class GroupedWgrad(NamedTuple):
         if self.stacked and buffers[0] is not None:
             whole, add = buffers[0]
             buffers = [(matrix, add) for matrix in whole]
-        compute(lambda: self.product.write(buffers))
+        self.product.write(buffers)
 
 
 class DelayedWgrads(Note):

@@ -17,7 +17,6 @@ from ..kernels.quantize import Codes
 from ..kernels.scalar import cast
 from ..quantization.weights import is_fp8
 from ..recording import assume, callers_stream, is_recording, refuse_watching, repeat
-from ..wgrad_overlap import compute
 from ._autograd_state import (
     Destination,
     backward_pass,
@@ -279,14 +278,14 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
         weight: that forward used, or None if it is not known.
     """
     if weight is None:
-        return compute(gradient.value)
+        return gradient.value()
     grad = grad_buffer(weight, gradient.x)
     if is_recording():
         like = gradient.x.new_empty(0)
         assume(lambda: _address(grad_buffer(weight, like)))
     if grad is None:
-        return compute(gradient.value)
-    compute(lambda: gradient.write(grad, accumulate=True))
+        return gradient.value()
+    gradient.write(grad, accumulate=True)
     return None
 
 
@@ -318,7 +317,7 @@ def handed_over(
         return into_main_grad(gradient, into, where, of_forward=weight is not None)
     if grad and isinstance(gradient, Product):
         return into_grad(gradient, weight)
-    return compute(gradient.value)
+    return gradient.value()
 
 
 def _address(buffer: Tensor | None) -> int | None:
@@ -348,7 +347,7 @@ def into_main_grad(
     if goes is Destination.NOWHERE and of_forward:
         return None
     if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward
-        return compute(gradient.value)
+        return gradient.value()
     buffer, accumulate = main_grad_buffer(weight, where)
-    compute(lambda: gradient.write(buffer, accumulate=accumulate))
+    gradient.write(buffer, accumulate=accumulate)
     return mark_added(weight)

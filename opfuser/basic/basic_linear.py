@@ -22,7 +22,6 @@ from ..op import Dtypes, OperationContext
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..quantization.weights import layout_refusal, stored_in
-from ..wgrad_overlap import WgradOverlap
 from ._distributed import (
     gather_input,
     gather_output_grad,
@@ -128,7 +127,6 @@ class BasicLinear(StoresWeight):
 
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
-    wgrad_overlap: WgradOverlap | None = None
 
     def __init__(
         self,
@@ -391,7 +389,7 @@ class BasicLinear(StoresWeight):
             ArgumentError: ``main_grad`` is asked for and missing.
         """
         settings = self.settings if ctx is None else self.frozen_settings(ctx)
-        if not any(settings) and self.wgrad_overlap is None:
+        if not any(settings):
             return gemm.wgrad(dy, x, scale=scale)
         return self.hand_over(Product(dy, x, scale), ctx)
 

@@ -27,7 +27,6 @@ from ..gemm import RowGroups, as_rows, reads_groups_on_device, row_groups
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
 from ..quantization.recipe_state import init_new_operation
-from ..wgrad_overlap import WgradOverlap
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
 from ._grouped_inputs import check_grouped_inputs
@@ -122,7 +121,6 @@ class GroupedLinear(BasicOperation):
     backward_reads_parameters: ClassVar[bool] = True
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
-    wgrad_overlap: WgradOverlap | None = None
     multiplies_whole: bool = False  # as a module that multiplies the parameter of all groups itself
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "

@@ -17,7 +17,6 @@ from ..op import OperationContext
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..tracing import columns, functional, joined_columns
-from ..wgrad_overlap import WgradOverlap, compute
 from ._distributed import LinearSharding, gather_input, refuse_reference
 from ._linear_operation import LinearOperation
 from ._projections import OfProjections, Projection
@@ -64,7 +63,6 @@ class BasicMergedLinear(OfProjections, LinearOperation):
     }
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
-    wgrad_overlap: WgradOverlap | None = None
 
     class Settings(NamedTuple):
         accumulate_into_main_grad: bool
@@ -208,9 +206,9 @@ class BasicMergedLinear(OfProjections, LinearOperation):
         if all(needed) and not functional():
             whole = gradient(None)
             if not (into_main_grad or (into_grad and isinstance(whole, Product))):
-                return tuple(compute(whole.value).split(self.sizes))
+                return tuple(whole.value().split(self.sizes))
             if not isinstance(whole, Product):  # whose GEMM adds to nothing
-                pieces = compute(whole.value).split(self.sizes)
+                pieces = whole.value().split(self.sizes)
         used = kept_weights(ctx)
 
         def handed(n: int) -> Tensor | None:

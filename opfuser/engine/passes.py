@@ -331,16 +331,12 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, by the function of the program."""
     function = program.function("backward", _emission(verification))
-    overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
         grads: list[Tensor | None] = function(dx, grad_outputs, contexts, saved, verification)
     except Exception as error:
         if tells_step(error, program, "backward"):
             raise located(error, program, "backward") from error
         raise
-    finally:
-        if overlap is not None:
-            overlap.end()
     if verification is not None:
         verification.at_the_end(grads[1:])
     return grads

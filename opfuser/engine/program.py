@@ -53,7 +53,6 @@ class Program:
             held.
         without_grad: positions of the extra outputs that have no gradient.
         prepared_ops: operations with a ``pre_fuser_forward``, and whether they need gradients.
-        overlap: of weight gradients, or None.
         verified: kinds of calls that were verified; None where all is the library's own.
         specializations: functions for calls that are alike in shapes, too.
     """
@@ -71,8 +70,6 @@ class Program:
         spans = tuple(pairwise(ends))
         self.num_parameters = ends[-1]
         self.needs_backward = any(need is not None for need in plan.needs)
-        overlaps = (getattr(op, "wgrad_overlap", None) for op in plan.basic_ops)
-        self.overlap = next((overlap for overlap in overlaps if overlap is not None), None)
         kept: list[tuple[int, bool]] = []
         reads: list[tuple[int, int] | None] = []
         for (start, stop), op, need in zip(spans, plan.basic_ops, plan.needs):

@@ -500,8 +500,6 @@ def _refusal_of_program(program: Any) -> str | None:
         return f"it runs on {plan.env.device.type}"
     if program.prepared_ops:
         return "an operation prepares each call"
-    if program.overlap is not None:
-        return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
         for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
             ours = is_built_in(op)

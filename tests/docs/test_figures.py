@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 README = ROOT / "README.md"  # whose beginning the site's first page has too
-NAMES = "comparison", "distributed", "foreign-kernels", "from-liger", "overlap"
+NAMES = "comparison", "distributed", "foreign-kernels", "from-liger"
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 # A table below a comment that names the file, the field and the unit of its cells.
