@@ -147,7 +147,7 @@ def _computed_alike(example: Example, built: Built, rtol: float) -> list[tuple[T
     torch.manual_seed(0)
     got = built(inputs, cache)
     got = [*got] if len(want) > 1 else [got]
-    assert len(got) == len(want)
+    assert len(got) == len(want), f"{len(got)} results, not {len(want)}"
     for n, (ours, kept) in enumerate(zip(kept_in(cache), kept_in(theirs.cache()), strict=True)):
         _assert_close(f"what the cache keeps at {n}", ours, kept, rtol)
     for number, pair in enumerate(zip(got, want)):
@@ -183,7 +183,8 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _assert_close(what: str, got: Tensor, want: Tensor, rtol: float) -> None:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    form, wanted = (got.shape, got.dtype), (want.shape, want.dtype)
+    assert form == wanted, f"{what} has {form}, not {wanted}"
     got, want = got.detach(), want.detach()
     if want.isnan().any():  # as of Longformer itself, in float64
         assert torch.equal(got.isnan(), want.isnan()), what
