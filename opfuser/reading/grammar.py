@@ -83,7 +83,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     if rows != result.shape[:-1] or (len(dtypes) > 1 and not rounds):
         raise KeptError("returns another dtype or shape than its input has")
     if whole.tokens - {rows}:
-        raise KeptError("attends to other rows than those of its input")
+        raise KeptError("attends to, or calls a child with, other rows than those of its input")
     if exchanges(whole.operations):
         raise KeptError("exchanges batch and sequence, and not back")
     if len(set(whole.once)) < len(whole.once):
@@ -222,7 +222,8 @@ class _Grammar:
                 tuple(returned.values()),
                 "" if alone else form_of(call.result),
             )
-            step = Step((op,), x, passed[-1:], once=(call,))
+            rows = frozenset({x.shape[:-1]})
+            step = Step((op,), x, passed[-1:], rows, (call,))
             out.append(step._replace(returned=frozenset(returned)))
         return out
 

@@ -26,8 +26,8 @@ class Step(NamedTuple):
     Attributes:
         source: what they are computed from.
         path: the values between them, from the result back to the source.
-        tokens: the sizes that rows of the source have where attention, or what exchanges the first
-            two dimensions, needs to know them.
+        tokens: the sizes that rows of the source have where attention, a child that is called, or
+            what exchanges the first two dimensions needs to know them.
         once: what has to happen once: random numbers that were drawn, children that were called.
         written: nodes that write to a tensor of their own, such as a mask.
         returned: other outputs of the module that operations hand out.

@@ -12,11 +12,6 @@ from torch.nn import functional as F
 from .recomputed import Example
 from .tiny import BATCH, LENGTH, WIDTH, inputs_of, randomised
 
-# Families whose norms or softmax are computed in fp32 whatever the dtype of the model.
-IN_FP32 = frozenset(
-    """arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 granite helium
-    hunyuan_v1_dense llama mistral olmo olmo2 phi3 qwen2 qwen3 seed_oss smollm3""".split()
-)
 VISION = frozenset({"vit", "clip_vision_model", "siglip_vision_model", "deit"})
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from opfuser.reading.construction import Built, build
 from opfuser.reading.dataflow import map_leaves
@@ -16,6 +17,36 @@ from opfuser.reading.grammar import read
 from opfuser.reading.operations import Called, Operation, Reading
 from opfuser.reading.stand_ins import is_cache
 from opfuser.reading.tracer import trace
+
+# What may differ, of the largest entry: everything in fp64, or in part in fp32 as it is written.
+_RTOL, _RTOL_AS_IT_IS = 1e-10, 1e-5
+
+
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 what is written to be computed in fp32, and makes fp64 tensors by default.
+
+    Many families compute norms and softmax in fp32, whatever the dtype of the model. Their noise
+    would hide differences, and is all that there is of gradients that are 0 but for rounding.
+    """
+
+    def __enter__(self) -> InDouble:
+        self.default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self.default)
+
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def double(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        if function is Tensor.float:
+            function = Tensor.double
+        return function(*map(double, args), **{k: double(v) for k, v in (kwargs or {}).items()})
 
 
 class Example(NamedTuple):
@@ -75,27 +106,39 @@ def called_in(reading: Reading) -> list[str]:
     return [op.path for op in operations_in(reading.operations) if isinstance(op, Called)]
 
 
-def assert_recomputed(example: Example, rtol: float = 1e-10, *, whole: bool = True) -> Reading:
+def assert_recomputed(example: Example, *, whole: bool = True) -> Reading:
     """Asserts that what is read of a call computes the same values and gradients as the module.
 
     Args:
         example: in fp64.
-        rtol: of the largest entry of each tensor; modules that compute in fp32 inside need more.
         whole: whether everything is explained, so that no child is called.
     """
     reading = read_of(example)
     if whole:
         assert called_in(reading) == []
-    assert_equal_steps(example, build(reading, example.module), rtol)
+    assert_equal_steps(example, build(reading, example.module))
     return reading
 
 
-def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> None:
+def assert_equal_steps(example: Example, built: Built) -> None:
     """Asserts that a module and what was built of it compute the same values and gradients.
 
-    Caches hold the same, too, and those of the example are left as they are. Without gradients
-    enabled, there are none.
+    As they are, results have the same dtypes, and values that differ by rounding in fp32 at most;
+    with everything in fp64, values and gradients are the same. Caches hold the same, too, and those
+    of the example are left as they are. Without gradients enabled, there are none.
     """
+    _computed_alike(example, built, _RTOL_AS_IT_IS)
+    with InDouble():
+        for number, (ours, theirs) in enumerate(_computed_alike(example, built, _RTOL)):
+            assert ours.requires_grad == theirs.requires_grad, f"of output {number}"
+            if theirs.requires_grad:
+                leaves = [*example.inputs(), *example.module.parameters()]
+                leaves = [leaf for leaf in leaves if leaf.requires_grad]
+                _assert_close_gradients(f"output {number}", ours, theirs, leaves)
+
+
+def _computed_alike(example: Example, built: Built, rtol: float) -> list[tuple[Tensor, Tensor]]:
+    """The results of what was built and of the module, in pairs that agree."""
     inputs = example.inputs()
     theirs, cache = example.again(), example.again().cache()
     torch.manual_seed(0)  # for children that are called, and draw numbers
@@ -104,25 +147,15 @@ def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> N
     torch.manual_seed(0)
     got = built(inputs, cache)
     got = [*got] if len(want) > 1 else [got]
-    assert len(got) == len(want)
+    assert len(got) == len(want), f"{len(got)} results, not {len(want)}"
     for n, (ours, kept) in enumerate(zip(kept_in(cache), kept_in(theirs.cache()), strict=True)):
         _assert_close(f"what the cache keeps at {n}", ours, kept, rtol)
-    if not torch.is_grad_enabled():
-        for number, (y, other) in enumerate(zip(got, want)):
-            _assert_close(f"output {number}", y, other, rtol)
-        return
-    leaves = [*inputs, *example.module.parameters()]
-    leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    for number, (ours, theirs) in enumerate(zip(got, want)):
-        _assert_close(f"output {number}", ours, theirs, rtol)
-        assert ours.requires_grad == theirs.requires_grad, f"of output {number}"
-        if theirs.requires_grad:
-            _assert_close_gradients(f"output {number}", ours, theirs, leaves, rtol)
+    for number, pair in enumerate(zip(got, want)):
+        _assert_close(f"output {number}", *pair, rtol)
+    return [*zip(got, want)]
 
 
-def _assert_close_gradients(
-    what: str, got: Tensor, want: Tensor, leaves: list[Tensor], rtol: float
-) -> None:
+def _assert_close_gradients(what: str, got: Tensor, want: Tensor, leaves: list[Tensor]) -> None:
     weights = torch.arange(want.numel(), dtype=want.dtype).cos().view(want.shape)
     grads = [
         torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True, retain_graph=True)
@@ -130,7 +163,7 @@ def _assert_close_gradients(
     ]
     for n, pair in enumerate(zip(*grads)):
         ours, theirs = (torch.zeros_like(leaves[n]) if dx is None else dx for dx in pair)
-        _assert_close(f"gradient {n} of {what}", ours, theirs, rtol)
+        _assert_close(f"gradient {n} of {what}", ours, theirs, _RTOL)
 
 
 def kept_in(cache: Any) -> list[Tensor]:
@@ -150,7 +183,8 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _assert_close(what: str, got: Tensor, want: Tensor, rtol: float) -> None:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    form, wanted = (got.shape, got.dtype), (want.shape, want.dtype)
+    assert form == wanted, f"{what} has {form}, not {wanted}"
     got, want = got.detach(), want.detach()
     if want.isnan().any():  # as of Longformer itself, in float64
         assert torch.equal(got.isnan(), want.isnan()), what

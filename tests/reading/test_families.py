@@ -10,7 +10,7 @@ from opfuser.applying.descriptions import children_called
 from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
 
-from .families import IN_FP32, VISION, layer_of, own_blocks, stream
+from .families import VISION, layer_of, own_blocks, stream
 from .recomputed import Example, assert_recomputed, read_of
 from .tiny import WIDTH, model_of, randomised
 
@@ -21,18 +21,14 @@ ENCODERS = "albert bert distilbert electra esm roberta xlm-roberta".split()
 OWN = own_blocks()
 
 
-def tolerance(family: str, attention: str = "sdpa") -> float:
-    return 1e-10 if attention == "sdpa" and family not in IN_FP32 else 1e-5
-
-
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS, *sorted(VISION)])
 def test_a_layer_is_read_whole(family: str) -> None:
-    assert_recomputed(layer_of(model_of(family).eval()), tolerance(family))
+    assert_recomputed(layer_of(model_of(family).eval()))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi", "qwen3"])
 def test_attention_as_products_with_a_mask_is_read_whole(family: str) -> None:
-    assert_recomputed(layer_of(model_of(family, "eager").eval()), 1e-5)
+    assert_recomputed(layer_of(model_of(family, "eager").eval()))
 
 
 def test_a_layer_that_is_not_explained_is_kept_with_the_reason() -> None:

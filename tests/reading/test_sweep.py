@@ -12,11 +12,11 @@ from . import sweep
 def test_nothing_is_wrong_or_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "count_of", lambda example: 3)
     counts: Counter[str] = Counter()
-    assert list(sweep.swept("vit", counts, "training", mutants=True)) == []
+    assert list(sweep.swept("vit", counts, "training", (0, 1))) == []
     assert counts["mutants"] == 3
-    assert list(sweep.swept("vit", counts, "with a cache", mutants=True)) == []
+    assert list(sweep.swept("vit", counts, "with a cache", (0, 1))) == []
     assert counts["mutants"] == 3
-    assert list(sweep.swept("opt", counts, "with a cache", mutants=True)) == []
+    assert list(sweep.swept("opt", counts, "with a cache", (0, 1))) == []
     assert counts["mutants"] == 6
     assert counts["missed"] == 0
     assert counts["traces"] == counts["read whole"] + counts["read in part"] + counts["kept"]
@@ -36,7 +36,32 @@ def test_what_is_wrong_is_told(
     assert sweep.main(["gpt2"]) == 1
     assert sweep.main(["gpt2", "no such family", "--no-mutants"]) == 0
     told = capsys.readouterr().out
-    assert "gpt2, h.0, evaluation: the output" in told
-    assert "gpt2, h.0, training: clamp behind operation 0 is missed" in told
-    assert "no such family: no tiny model: KeyError" in told
+    assert "gpt2, h.0, evaluation: AssertionError: the output" in told
+    assert "gpt2, h.0, training: clamp behind operation 0 is missed: AssertionError" in told
+    assert "no such family, training: no tiny model: KeyError" in told
+    assert "gpt2: 10 traces, " in told
     assert told.splitlines()[-1].startswith("1 families, ")
+
+
+def test_an_error_of_what_was_read_is_no_error_of_the_family(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(*args: object) -> None:
+        raise RuntimeError("permute")
+
+    monkeypatch.setattr(sweep, "assert_equal_steps", raises)
+    assert sweep.main(["gpt2", "--no-mutants"]) == 1
+    assert "gpt2, h.0, training: RuntimeError: permute" in capsys.readouterr().out
+    monkeypatch.setattr(sweep, "read_of", raises)
+    assert sweep.main(["gpt2", "--no-mutants"]) == 1
+    assert "gpt2, training: RuntimeError: permute" in capsys.readouterr().out
+
+
+def test_parts_of_a_sweep_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(sweep, "outcome_of", lambda example, number, name: tried.append(number))
+    monkeypatch.setattr(sweep, "count_of", lambda example: 7)
+    monkeypatch.setattr(sweep, "MODES", ("evaluation",))
+    for part in range(3):
+        assert sweep.main(["vit", f"--part={part}/3"]) == 0
+    assert tried == [0, 3, 6, 1, 4, 2, 5]

@@ -251,7 +251,7 @@ def test_rows_that_are_exchanged_and_back_are_read() -> None:
 def test_no_operation_is_overlooked(module: nn.Module) -> None:
     found, names = Example(module.eval(), (stream(3, 4, WIDTH),)), list(MUTATIONS)
     outcomes = {
-        outcome_of(found, number, names[(number + shift) % len(names)], 1e-9)
+        outcome_of(found, number, names[(number + shift) % len(names)])
         for number in range(count_of(found))
         for shift in (0, 4)
     }

@@ -183,7 +183,6 @@ def test_windows_are_kept(cosine: bool) -> None:
 def test_no_operation_of_a_block_is_overlooked(name: str) -> None:
     found, names = example(WHOLE[name]().eval(), 3, LENGTH, WIDTH), list(MUTATIONS)
     outcomes = {
-        outcome_of(found, number, names[number % len(names)], 1e-9)
-        for number in range(count_of(found))
+        outcome_of(found, number, names[number % len(names)]) for number in range(count_of(found))
     }
     assert "recomputed" in outcomes
