@@ -53,8 +53,6 @@ _MODULES_AT_MOST = 200
 _FAILURES = 3
 # Where no size is larger, a call takes no longer to read than a small one in its place.
 _LARGE = 64
-# Of so many other sizes, calls are traced that a trace takes.
-_AGREED = 2
 # Of each class, so many traces are remembered.
 _TRACES = 64
 # One of these alone is what torch computes as well, with less to do before.
@@ -213,9 +211,7 @@ class Application:
         for decision in known:
             if decision.takes(key, module):
                 if decision.current(self) or decision.exchange_parameters():
-                    if decision.trace is None or _holds(decision.trace, module, args, kwargs, key):
-                        return decision, key.sizes
-                    continue
+                    return decision, key.sizes
                 decision.retire()
                 self.changes += 1
         return self._new(module, args, kwargs, key), key.sizes
@@ -224,7 +220,7 @@ class Application:
         for one in self._read_before[type(module)]:
             if one.trace.key.facts == key.facts and one.trace.takes(key, module):
                 reads = sibling_reads(one.trace.reads, module)
-                if reads is not None and _holds(one.trace, module, args, kwargs, key):
+                if reads is not None:
                     return self._decision(module, one, reads)
         one = self._read(module, args, kwargs, key)
         return self._decision(module, one, one.trace.reads)
@@ -290,31 +286,9 @@ def _traced(module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> Trace:
     if max(key.sizes, default=0) > _LARGE:
         with suppress(KeptError):
             found = trace(module, *small_call(module, args, kwargs))
-            takes = found.key.facts == key.facts and found.takes(key, module)
-            if takes and _holds(found, module, args, kwargs, key):
+            if found.key.facts == key.facts and found.takes(key, module):
                 return found
     return trace(module, args, kwargs)
-
-
-def _holds(found: Trace, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> bool:
-    """Whether a trace that takes a call was made of one of its sizes, or agrees with such a trace.
-
-    What the interpreter does in C with a size, as ``1.0 / n`` or ``math.log(n)``, is not noted. The
-    first calls of other sizes are traced for that.
-    """
-    if key.sizes == found.key.sizes or key.sizes in found.agreed or len(found.agreed) >= _AGREED:
-        return True
-    try:
-        again = trace(module, args, kwargs)
-    except NotNowError:
-        raise
-    except KeptError:
-        again = None
-    if again is not None and again.outline == found.outline:
-        found.agreed.add(key.sizes)
-        return True
-    found.fix_sizes()
-    return False
 
 
 def _reason_of(error: Exception) -> str:

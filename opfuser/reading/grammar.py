@@ -216,7 +216,7 @@ class _Grammar:
                 call.path,
                 x.shape[-1],
                 passed[-1].shape[-1],
-                reason,
+                reason.removeprefix(f"calls '{call.path}', which "),
                 None if alone else results.index(result),
                 arguments,
                 tuple(returned.values()),

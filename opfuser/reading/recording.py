@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import logging
+import operator
 import os
 import random
 import sys
@@ -36,6 +37,7 @@ _FRAMEWORK = vars(module_file)
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 # Names in code that reads attributes without their objects.
 _HIDDEN = {"getattr_static"}, {"object", "__getattribute__"}
+_OPERATORS = vars(operator).keys() & vars(int).keys() - {"__doc__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
@@ -278,7 +280,7 @@ class Recording:
         if code.co_freevars and _writes_to_closure(code):
             self.note_effect("writes to a variable of another function")
         if _tells_types_apart(code):
-            self.note_effect("asks whether the type of something is int")
+            self.note_effect("may tell integers of two types apart")
         for hidden in _HIDDEN:
             if hidden <= set(code.co_names):
                 self.note_effect(f"reads by {'.'.join(sorted(hidden, reverse=True))}")
@@ -355,7 +357,7 @@ def _tells_types_apart(code: types.CodeType) -> bool:
     """Whether code may tell that sizes are integers of another type during a trace."""
     names, before = set(code.co_names), None
     if not {"type", "int"} <= names:
-        return "SymInt" in names
+        return "SymInt" in names or not names.isdisjoint(_OPERATORS)
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IS_OP" and before != "LOAD_CONST":
             return True

@@ -211,8 +211,14 @@ for _name, _symbol, _function in (
     ("mul", "*", operator.mul),
     ("floordiv", "//", operator.floordiv),
     ("mod", "%", operator.mod),
-    *((name, "", getattr(operator, f"__{name}__")) for name in "and lshift or pow rshift truediv xor".split()),
+    ("and", "", operator.and_),
     ("divmod", "", divmod),
+    ("lshift", "", operator.lshift),
+    ("or", "", operator.or_),
+    ("pow", "", operator.pow),
+    ("rshift", "", operator.rshift),
+    ("truediv", "", operator.truediv),
+    ("xor", "", operator.xor),
 ):
     setattr(Size, f"__{_name}__", _arithmetic(_symbol, _function, False))
     setattr(Size, f"__r{_name}__", _arithmetic(_symbol, _function, True))

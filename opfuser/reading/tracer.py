@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ class Trace:
         guards: conditions on the sizes ``s`` of other calls, as expressions of Python. After the
             ``key.sizes`` come the numbers of keys that the ``updates`` of caches return.
         updates: of caches, in order.
-        outline: the functions that were called, with all that does not differ by sizes.
-        agreed: sizes of other calls of which a trace has the same outline.
     """
 
     module: nn.Module
@@ -49,17 +47,9 @@ class Trace:
     key: CallKey
     guards: tuple[str, ...]
     updates: tuple[Update, ...]
-    outline: tuple[tuple[str, ...], ...] = ()
-    agreed: set[tuple[int, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._meets = function_of(" and ".join(self.guards) or "True")
-
-    def fix_sizes(self) -> None:
-        """Holds from now on for calls alone in which all sizes are the same."""
-        sizes = (f"s[{number}] == {size}" for number, size in enumerate(self.key.sizes))
-        self.guards = (*self.guards, *sizes)
-        self.__post_init__()
 
     def takes(self, key: CallKey, module: nn.Module) -> bool:
         """Whether the sizes of a call with equal facts meet the guards.
@@ -134,9 +124,7 @@ def trace(
         reads = mode.recording.observed.reads()
         if not reads.current():
             raise KeptError("changes what it reads")
-    return Trace(
-        module, mode.dataflow, reads, key, sizes.guards, tuple(mode.updates), tuple(mode.outline)
-    )
+    return Trace(module, mode.dataflow, reads, key, sizes.guards, tuple(mode.updates))
 
 
 def device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:

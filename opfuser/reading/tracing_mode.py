@@ -76,7 +76,6 @@ class TracingMode(TorchFunctionMode):
         self.caches: list[Any] = []
         self.stand_ins: list[CacheStandIn] = []
         self.updates: list[Update] = []
-        self.outline: list[tuple[str, ...]] = []
         self.muted = 0  # how many calls of children that are one node are open
         self.open_calls: list[Call] = []
         self.paths = {id(m): path for path, m in root.named_modules()}
@@ -219,7 +218,6 @@ class TracingMode(TorchFunctionMode):
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place, given=(args, kwargs))
         note_sizes(node, self.sizes)
-        self.outline.append((op, *outline_of(node)))
         sized = sizes_in((node.args, node.kwargs))
         node.args, node.kwargs = map_leaves(plain, (node.args, node.kwargs))
         operands, keywords = map_leaves(self.stand_in, with_devices(node))
@@ -355,17 +353,3 @@ def unrecorded() -> Iterator[None]:
             yield
     finally:
         sys.setprofile(profile)
-
-
-def outline_of(node: Node) -> list[str]:
-    """What a function is called with, alike in calls of other sizes: a size by where it is from."""
-    found: list[str] = []
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Size):
-            found.append(leaf.text or "size")
-        else:
-            found.append(leaf.name if isinstance(leaf, Value) else repr(leaf))
-
-    map_leaves(note, (node.args, node.kwargs))
-    return found

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
+import fractions
 import functools
+import itertools
 import math
+import numbers
 import os
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -362,6 +368,27 @@ def test_what_a_forward_asks_of_the_process(asks: Any, mode: Any) -> None:
     assert "asks for" in str(report(block))
 
 
+def by_singledispatch(n: int) -> float:
+    kind = functools.singledispatch(lambda n: 3.0)
+    kind.register(int)(lambda n: 2.0 if n > 20 else 1.0)
+    return kind(n)
+
+
+def by_pattern(n: int) -> float:
+    match n:
+        case 33:
+            return 2.0
+        case int():
+            return 1.0
+    return 3.0
+
+
+def by_a_local_type(n: int) -> float:
+    kind = int
+    return 1.0 if type(n) is kind else 2.0
+
+
+# Some are the same for the first lengths, and others for a later one.
 LENGTHS: dict[str, Callable[[int], float]] = {
     "reciprocal": lambda n: 1.0 / n,
     "factor": lambda n: 0.5 * n,
@@ -369,9 +396,32 @@ LENGTHS: dict[str, Callable[[int], float]] = {
     "logarithm": math.log,
     "root": math.isqrt,
     "bits": lambda n: n.bit_length(),
-    "entry": lambda n: [*range(20)][n],
+    "entry": lambda n: [*range(50)][n],
     "slice": lambda n: sum([*range(20)][:n]),
     "text": lambda n: float("%d" % n),  # noqa: UP031
+    "later comparison": lambda n, limit=20.0: 2.0 if limit < n else 1.0,
+    "later slice": lambda n: float(len([*range(20)][: n // 16])),
+    "slice of an iterator": lambda n: float(sum(itertools.islice([0] * 20 + [1] * 20, n))),
+    "bisection": lambda n: 1.0 + bisect.bisect([20, 50], n),
+    "copy": lambda n: 2.0 if copy.deepcopy([n])[0] > 20 else 1.0,
+    "fraction": lambda n: 2.0 if fractions.Fraction(41, 2) < n else 1.0,
+    "array": lambda n: 2.0 if np.zeros(n).size > 20 else 1.0,
+    "number of numpy": lambda n: 2.0 if np.float32(20.5) < n else 1.0,
+    "power": lambda n: 2.0 if 2.0**n > 2**20 else 1.0,
+    "bytes": lambda n: 2.0 if len(bytes(n)) > 20 else 1.0,
+    "sum": lambda n: 2.0 if sum([n, 0.5]) > 20 else 1.0,
+    "count": lambda n: 2.0 if [33].count(n) else 1.0,
+    "shape": lambda n: 2.0 if torch.Size([n, 1]).numel() > 20 else 1.0,
+    "instance": lambda n: 1.0 if isinstance(n, int) else 2.0,
+    "number": lambda n: 1.0 if isinstance(n, numbers.Integral) else 2.0,
+    "equal type": lambda n: 1.0 if type(n) == int else 2.0,  # noqa: E721
+    "type": lambda n: 1.0 if type(n) is int else 2.0,
+    "type of a variable": by_a_local_type,
+    "subclass": lambda n: 1.0 if issubclass(type(n), int) else 2.0,
+    "symbol": lambda n: 2.0 if isinstance(n, torch.SymInt) else 1.0,
+    "method of int": lambda n: 2.0 if int.__lt__(20, n) is True else 1.0,
+    "singledispatch": by_singledispatch,
+    "pattern": by_pattern,
 }
 
 
@@ -384,7 +434,7 @@ def test_what_the_interpreter_computes_of_a_size(name: str) -> None:
 
     model, plain = blocks(act), blocks(act)
     opfuser.apply(model)
-    for length in (7, 8, 5, 12, 7, 8, 9):
+    for length in (7, 8, 5, 12, 7, 8, 9, 33, 9, 40):
         got, want = X[:, :1].repeat(1, length, 1), X[:, :1].repeat(1, length, 1)
         for ours, theirs in zip(model, plain):
             got, want = ours(got), theirs(want)

@@ -493,6 +493,18 @@ def wrapped() -> nn.Module:
     return module
 
 
+class Sliced(nn.Module):
+    """Chooses among layers, in a list and in a sequence, by a function of its own."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.chain, self.function = nn.Sequential(*self.layers), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "operation": (lambda: Computes(lambda m, x: m.square(x).cos()), "computes cos"),
     "nothing else": (lambda: nn.Sequential(nn.Hardswish()), "computes hardswish in '0'"),
@@ -530,6 +542,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a size as a factor": (
         lambda: Computes(lambda m, x: m.square(x) * x.shape[1]), r"entries that s\[1\] == 13",
+    ),
+    "a slice of a list by a size": (
+        lambda: Sliced(lambda m, x: nn.Sequential(*m.layers[: x.shape[1] // 8])(x)),
+        r"decides by sizes, for 11 x 13 x 8 entries that \(s\[1\] // 8\) == 1",
+    ),
+    "a slice of a sequence by a size": (
+        lambda: Sliced(lambda m, x: m.chain[x.shape[0] // 8 :](x)),
+        r"decides by sizes, for 11 x 13 x 8 entries that \(s\[0\] // 8\) == 1",
+    ),
+    "a slice by the batch": (
+        lambda: Sliced(lambda m, x: m.chain[: x.shape[0]](x)), r"entries that s\[0\] == 11",
     ),
     "its input is written": (lambda: Computes(lambda m, x: m.square(m.relu(x))), "'relu' write to"),
     "complex": (lambda: nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64)), "in torch.complex"),
