@@ -15,7 +15,7 @@ from opfuser.errors import NotSupportedError
 from opfuser.reading.plain_modules import CachedRows
 
 from ..reading.recomputed import kept_in
-from ..reading.tiny import config_of, model_of, randomised, transformers
+from ..reading.tiny import CACHE, config_of, model_of, randomised, transformers
 from .models import IDS, assert_equal_steps, paths, step
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
@@ -58,7 +58,7 @@ def test_the_steps_of_generation(family: str, kind: str) -> None:
                 seen += part.shape[1]
                 given = {} if mask is None else {"attention_mask": mask[:, :seen]}
                 with torch.no_grad():
-                    outputs.append(m(part, past_key_values=cache, **given).last_hidden_state)
+                    outputs.append(m(part, **{CACHE: cache}, **given).last_hidden_state)
             found.append([*outputs, *kept_in(cache)])
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -94,8 +94,7 @@ def test_what_a_cache_keeps_has_no_gradient() -> None:
     for ours, theirs in zip(kept_in(out.past_key_values), kept_in(want.past_key_values)):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     nexts = [
-        m(IDS[:, :1], past_key_values=o.past_key_values)
-        for m, o in zip((model, plain), (out, want))
+        m(IDS[:, :1], **{CACHE: o.past_key_values}) for m, o in zip((model, plain), (out, want))
     ]
     torch.testing.assert_close(*(o.last_hidden_state for o in nexts), rtol=1e-6, atol=1e-6)
     told = dict(report(model).computed[0].fell_back)
@@ -106,7 +105,7 @@ def test_what_a_cache_keeps_has_no_gradient() -> None:
 
 def test_a_static_cache_with_gradients_is_left_to_the_model() -> None:
     model, plain = (m.train() for m in pair("minicpm3"))
-    steps = [step(m, past_key_values=cache_of("StaticCache", m)) for m in (model, plain)]
+    steps = [step(m, **{CACHE: cache_of("StaticCache", m)}) for m in (model, plain)]
     assert_equal_steps(*steps)
     told = {entry.path: entry.reason for entry in report(model).kept}
     assert told["layers.0"] == "writes to a cache, with gradients enabled"
@@ -117,8 +116,8 @@ def test_a_call_that_fails_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     model, plain = (m.eval() for m in pair("minicpm3"))
     caches = [cache_of("DynamicCache", m) for m in (model, plain)]
     with torch.no_grad():
-        model(IDS, past_key_values=caches[0])
-        plain(IDS, past_key_values=caches[1])
+        model(IDS, **{CACHE: caches[0]})
+        plain(IDS, **{CACHE: caches[1]})
 
         def fails(*args: Any, **kwargs: Any) -> Tensor:
             raise NotSupportedError("It fails.")
@@ -126,11 +125,10 @@ def test_a_call_that_fails_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         with monkeypatch.context() as patch:
             patch.setattr(DotProductAttention, "fuser_forward", fails)
             with pytest.raises(NotSupportedError, match="It fails"):
-                model(IDS[:, :1], past_key_values=caches[0])
+                model(IDS[:, :1], **{CACHE: caches[0]})
         assert [c.get_seq_length() for c in caches] == [7, 7]
         ours, theirs = (
-            m(IDS[:, :1], past_key_values=c).last_hidden_state
-            for m, c in zip((model, plain), caches)
+            m(IDS[:, :1], **{CACHE: c}).last_hidden_state for m, c in zip((model, plain), caches)
         )
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 

@@ -229,7 +229,7 @@ def test_what_extends_a_cache_is_not_put_off() -> None:
     model(IDS)
     _, args, kwargs = calls[0]
     for cache in (None, caches.DynamicCache()):
-        example = Example(attention, args, {**kwargs, "past_key_values": cache})
+        example = Example(attention, args, {**kwargs, CACHE: cache})
         attention._forward_pre_hooks.clear()
         head = Head.of(read_of(example), attention)
         assert (head is None) == (cache is not None)
