@@ -255,7 +255,7 @@ VARIABLES: dict[str, tuple[Any, Change]] = {
     ),
     "method of tensors": (
         lambda h: h.relu(),
-        lambda patch: patch.setattr(Tensor, "relu", torch.tanh),
+        lambda patch: patch.setattr(Tensor, "relu", Tensor.tanh),
     ),
     "number in a module of Python": (
         lambda h: torch.relu(h) * math.tau,
