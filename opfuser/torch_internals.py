@@ -210,12 +210,19 @@ any_autocast: Callable[[], bool] = _find(
 )
 # Whether torch.jit.trace runs.
 jit_traces: Callable[[], bool] = _find("torch:_C._is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Getters of what is set for a process, by which reading a forward knows them.
+# Getters of what is set for a process, by which reading a forward knows them. Modes that a call is
+# known by are none of them.
+_ENDS = (
+    "accumulation algorithms backend benchmark deterministic enabled order precision reduction "
+    "tf32 threads"
+).split()
+_MODES = "autocast_cpu", "autocast_enabled", "is_grad", "torch_function"
 SETTINGS = frozenset(
     function
     for name, function in vars(torch._C).items()
-    if name in ("is_inference_mode_enabled", "get_num_threads", "get_num_interop_threads")
-    or (name.startswith("_get_") and name.endswith(("algorithms", "enabled", "tf32", "precision")))
+    if name.startswith(("_get_", "_is_", "get_", "is_"))
+    and name.endswith(tuple(_ENDS))
+    and not any(mode in name for mode in _MODES)
 )
 
 _find("torch.nn.utils.parametrize:_cache_enabled", None)

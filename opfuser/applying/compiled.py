@@ -349,6 +349,8 @@ def _like(leaf: Any) -> Any:
         shape = [_hint(size) for size in leaf.shape]
         stride = [_hint(size) for size in leaf.stride()]
         made = torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(made, leaf.requires_grad)
         return made.requires_grad_(leaf.requires_grad)
     if leaf is None or is_scalar(leaf):
         return leaf

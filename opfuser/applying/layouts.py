@@ -95,7 +95,10 @@ class _Writer:
             self.refuse(f"{name} is not {leaf}")
         elif is_scalar(leaf):
             kind, value = self.bind(type(leaf)), self.bind(leaf)
-            self.refuse(f"type({name}) is not {kind} or {name} != {value}")
+            self.refuse(f"type({name}) is not {kind}")
+            if leaf != leaf or leaf == 0:  # noqa: PLR0124 - nan, and 0.0, which -0.0 is equal to
+                name, value = f"repr({name})", self.bind(repr(leaf))
+            self.refuse(f"{name} != {value}")
         elif type(leaf) in (Tensor, nn.Parameter):
             self.write_tensor(name, leaf)
         elif type(leaf) in (tuple, list):

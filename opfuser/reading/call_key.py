@@ -71,7 +71,7 @@ def call_key(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         tuple([n if n in fixed else -1 - numbers.setdefault(n, len(numbers)) for n in shape])
         for shape in shapes
     )
-    tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
+    tensors = tuple([(type(t), t.dtype, t.device, t.requires_grad) for t in found.tensors])
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast_dtypes()
     placed = tuple([(n, *_placed(t)) for n, t in enumerate(found.tensors) if not is_plain(t)])
     facts = modes, captured(), structure, tensors, sizes, placed
@@ -140,8 +140,8 @@ class _Leaves:
             return kind, *map(self.structure, leaf)
         if kind is dict:
             return kind, *leaf, *map(self.structure, leaf.values())
-        if is_scalar(leaf) or kind is torch.Size:
-            return kind, leaf
+        if is_scalar(leaf) or kind is torch.Size:  # 0.0 and -0.0 are equal, and nan is not
+            return kind, repr(leaf) if kind in (float, complex) else leaf
         if is_cache(leaf):
             return kind, self._number(leaf, self.caches)
         raise KeptError(f"is given a {kind.__name__}")

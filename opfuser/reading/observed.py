@@ -55,6 +55,7 @@ _OPAQUE = (
 )
 _CONTAINERS = dict, list, set
 _DEEPEST = 6
+_ASKING = frozenset(("AttributeError", "__dict__", "getattr", "hasattr", "vars"))
 
 
 class Observed:
@@ -80,6 +81,7 @@ class Observed:
         self.tensors: set[int] = set()
         self.executed: set[int] = set()  # code that is neither torch's nor Python's
         self.names: set[str] = set()  # that it has for globals and attributes
+        self.texts: set[str] = set()  # that may be names, and are not among these
         self.free: set[tuple[int, str]] = set()  # rows in which siblings may differ
         self._opaque = (*_OPAQUE, *opaque)
         self._rows: dict[tuple[int, str], Row] = {}
@@ -206,7 +208,7 @@ class Observed:
                 if read and (kind, name) not in noted:
                     self.kind(kind, name)
         for attributes in (*self._tensors, *map(vars, self._functions.values())):
-            for name in attributes.keys() & self.names:
+            for name in attributes.keys() & (self.names | self.texts):
                 self.row(attributes, name, attributes[name])
                 self.look_into(name, attributes[name])
 
@@ -333,17 +335,21 @@ class Observed:
         functions = self._executed_functions()
         hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
         parameters = [v for _, _, v in self._rows.values() if isinstance(v, nn.Parameter)]
+        held = [c for n, (c, _) in self._held.items() if n in self._containers]
+        objects = [c for c in held if not isinstance(c, _CONTAINERS)]
         asked: dict[Callable[[Any], Any], list[Any]] = {
             SHAPE: parameters,
             DTYPE: parameters,
             # Of the others, a forward may compute some without gradients.
             REQUIRES_GRAD: [p for p in parameters if not p.requires_grad],
-            type: modules,
-            len: list(map(vars, dict.fromkeys(map(type, modules)))),
+            type: [*modules, *objects],
+            len: [*map(vars, dict.fromkeys(map(type, modules))), vars(Tensor)],
             COUNT: [*GLOBAL_HOOKS, *hooks],
             CODE: functions,
             DEFAULTS: [f for f in functions if f.__defaults__],
         }
+        if not self.names.isdisjoint(_ASKING):  # for what parameters may not have yet
+            asked[frozenset(self.names | self.texts).isdisjoint] = [*map(vars, parameters)]
         facts = {get: (about, [*map(get, about)]) for get, about in asked.items()}
         facts[CELL] = (
             [cell for cell, _ in self._cells.values()],

@@ -26,6 +26,7 @@ from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
 from .. import torch_internals as internals
+from .arguments import is_number
 from .observed import Observed, attributes_of
 from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .replaced_methods import replaced
@@ -48,6 +49,10 @@ _WRAPPERS = "nn.parallel.", "distributed.fsdp."
 _SETTINGS = internals.SETTINGS.union(
     (globals, os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
 )
+# Modules of functions in C that are asked for the state of the interpreter.
+_OF_PROCESS = frozenset(("gc", "sys"))
+# What others may replace in modules of torch, as it was before.
+_BEFORE = {id(module): dict(vars(module)) for module in (torch, torch.nn.functional)}
 _FUNCTIONS = type(torch.autograd.Function)
 # What draws by methods that are seen when they are called, and by which thread. Those of NumPy are
 # not, and are of types of which a forward that reads one is kept.
@@ -96,6 +101,7 @@ class Recording:
             (checkpoint, self._effect("is checkpointed")),
             (torch.autograd.graph.saved_tensors_hooks.__init__, self._effect("has saved hooks")),
             (nn.Module.__init__, self._creation),
+            (threading.current_thread, self._thread),
             (type(os.environ).__getitem__, self._environment),
         ]
         if registry is not None:
@@ -244,6 +250,13 @@ class Recording:
         own = function.__self__
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
+        elif (
+            function.__module__ in _OF_PROCESS
+            or function is dir
+            or (own is torch._C and function.__name__.startswith("_"))
+        ):
+            if not is_of_python(file := _file(frame)) and not file.startswith("opfuser."):
+                self.note_effect(f"asks for {function.__name__}")
         elif isinstance(own, _GENERATORS):
             self._drawn.setdefault(id(own), _state_of(own))
             self.note_effect("draws random numbers")
@@ -275,6 +288,7 @@ class Recording:
         """Notes what code that is executed for the first time reads and writes."""
         self.observed.execute(code)
         self.observed.names.update(code.co_names)
+        self.observed.texts.update(_names_in(code.co_consts))
         if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
         if code.co_freevars and _writes_to_closure(code):
@@ -301,9 +315,13 @@ class Recording:
         """Notes what a name stands for, and in modules and classes what other names may."""
         value = holder[name]
         if isinstance(value, types.ModuleType):
-            if not is_of_python(value.__name__):
-                for attribute in vars(value).keys() & set(names):
-                    self._named(vars(value), attribute, names)
+            own, known = vars(value), is_of_python(value.__name__)
+            before = _BEFORE.get(id(value), own)
+            for attribute in own.keys() & set(names):
+                # Of Python and torch, what others may have set; they do not replace functions.
+                found = own[attribute]
+                if not known or is_number(found) or found is not before.get(attribute):
+                    self._named(own, attribute, names)
             return
         if isinstance(value, logging.Logger):
             return
@@ -323,6 +341,10 @@ class Recording:
 
     def _effect(self, text: str) -> Callable[[types.FrameType], None]:
         return lambda frame: self.note_effect(text)
+
+    def _thread(self, frame: types.FrameType) -> None:
+        if frame.f_back is not None and not is_of_python(_file(frame.f_back)):
+            self.note_effect("asks for current_thread")
 
     def _creation(self, frame: types.FrameType) -> None:
         made = frame.f_locals["self"]
@@ -363,6 +385,15 @@ def _tells_types_apart(code: types.CodeType) -> bool:
             return True
         before = instruction.opname
     return "issubclass" in names
+
+
+def _names_in(constants: Any) -> Iterator[str]:
+    """The texts among the constants of code that may be names of attributes."""
+    for constant in constants:
+        if isinstance(constant, (tuple, frozenset)):
+            yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def _writes_to_closure(code: types.CodeType) -> bool:

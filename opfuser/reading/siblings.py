@@ -44,7 +44,7 @@ def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
         return None
     translation: dict[int, Any] = {id(t): other for t, other in zip(reads.held[1], tensors)}
     for t, other in zip(reads.held[1], tensors):
-        if t is not None and vars(t):
+        if t is not None:
             translation[id(vars(t))] = vars(other)
     for path, m in mine.items():
         if type(m) is not type(theirs[path]):

@@ -29,7 +29,7 @@ class Sizes:
         self._derived: set[int] = set()
         self._guards: dict[str, None] = {}
 
-    def of(self, size: int, of_input: bool = False) -> int:
+    def of(self, size: int, of_input: bool = False) -> Any:
         """A size of a tensor in the traced forward; of one that may differ, a :class:`Size`."""
         if size not in self._number:
             return size if size in self.constants else Size(size, "", self)
@@ -84,7 +84,7 @@ class Sizes:
         else:
             self.fix_all()
 
-    def fix(self, size: int) -> None:
+    def fix(self, size: Any) -> None:
         """Notes that the trace holds for calls alone in which this size is the same."""
         if isinstance(size, Size):
             self.note(size.text and f"{size.text} == {plain(size)}", True)
@@ -204,7 +204,7 @@ for _name in set(dir(int)) - _OF_OBJECTS:
         setattr(Size, _name, property(_fixing(_of_int.__get__)))
     elif getattr(object, _name, None) is not _of_int:
         setattr(Size, _name, _fixing(_of_int))
-Size.__reduce_ex__ = _fixing(lambda value, protocol: (int, (value,)))  # type: ignore[assignment]
+Size.__reduce_ex__ = _fixing(lambda value, protocol: (int, (value,)))  # type: ignore[method-assign]
 for _name, _symbol, _function in (
     ("add", "+", operator.add),
     ("sub", "-", operator.sub),

@@ -145,6 +145,8 @@ class TracingMode(TorchFunctionMode):
             meta = torch.empty_strided(
                 t.shape, t.stride(), dtype=t.dtype, device=self.stand_in_device
             )
+            if type(t) is nn.Parameter:
+                meta = nn.Parameter(meta, requires_grad=False)
         real = None if origin == "input" else t
         value = Value(origin, name, meta, real=real, requires_grad=t.requires_grad)
         if not (is_plain(t) or is_dtensor(t)):

@@ -6,10 +6,13 @@ import bisect
 import copy
 import fractions
 import functools
+import gc
 import itertools
 import math
 import numbers
 import os
+import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +150,13 @@ class Acting:
         return torch.relu(h) * self.factor
 
 
+class ActingOtherwise(Acting):
+    """Has another method."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return torch.tanh(h)
+
+
 class Listed(list[float]):
     """A list with an attribute."""
 
@@ -194,8 +204,8 @@ def variable() -> tuple[Callable[[Tensor], Tensor], Change]:
         return inner()
 
     def change(patch: Any) -> None:
-        nonlocal scale
-        scale = 3.0
+        assert outer.__closure__ is not None
+        patch.setattr(outer.__closure__[0], "cell_contents", 3.0)
 
     return outer, change
 
@@ -234,6 +244,22 @@ VARIABLES: dict[str, tuple[Any, Change]] = {
     "method of an object's class": (
         ACTING,
         lambda patch: patch.setattr(Acting, "__call__", lambda self, h: torch.tanh(h)),
+    ),
+    "class of an object": (
+        ACTING,
+        lambda patch: patch.setattr(ACTING, "__class__", ActingOtherwise),
+    ),
+    "function of torch, by that of another name": (
+        lambda h: 2 * functional.relu(h),
+        lambda patch: patch.setattr(functional, "relu", torch.tanh),
+    ),
+    "method of tensors": (
+        lambda h: h.relu(),
+        lambda patch: patch.setattr(Tensor, "relu", Tensor.tanh),
+    ),
+    "number in a module of Python": (
+        lambda h: torch.relu(h) * math.tau,
+        lambda patch: patch.setattr(math, "tau", 3.0),
     ),
     "attribute of a list": (
         lambda h: torch.relu(h) * LISTED.factor,
@@ -274,6 +300,7 @@ def test_a_variable_that_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         change(patch)
         want = step(plain)
         assert_equal_steps(step(model), want, 1e-10)
+    assert_equal_steps(step(model), before, 1e-10)
     with pytest.raises(AssertionError):
         assert_equal_steps(before, want)
 
@@ -322,6 +349,62 @@ def test_attributes_of_parameters_and_classes(
     assert_equal_steps(step(model), step(plain), 1e-10)
 
 
+def given(weight: Tensor) -> float:
+    try:
+        return weight.factor  # type: ignore[attr-defined,no-any-return]
+    except AttributeError:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        given,
+        lambda weight: getattr(weight, "factor", 1.0),
+        lambda weight: 3.0 if any(hasattr(weight, name) for name in ("other", "factor")) else 1.0,
+        lambda weight: vars(weight).get("factor", 1.0),
+        lambda weight: weight.__dict__.get("factor", 1.0),
+    ],
+)
+def test_attributes_that_parameters_are_given_later(ask: Callable[[Any], float]) -> None:
+    class Asking(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.act(self.up(self.norm(x)))) * ask(self.up.weight)
+
+    model, plain = (blocks(kind=Asking) for _ in range(2))
+    opfuser.apply(model)
+    assert_equal_steps(step(model), step(plain), 1e-10)
+    assert paths(report(model)) == ["0", "1", "2"]
+    for layers in (model, plain):
+        layers[1].up.weight.factor = 3.0
+    assert_equal_steps(step(model), step(plain), 1e-10)
+
+
+# Arguments that are nearly equal, one after another, and what is computed of them.
+ARGUMENTS: dict[str, tuple[Callable[[Tensor, Any], Any], tuple[Any, ...]]] = {
+    "nan": (lambda h, given: 2.0 if math.isnan(given) else 1.0, (math.nan, 1.0, -math.nan)),
+    "zero": (lambda h, given: math.copysign(2.0, given), (0.0, -0.0, 0)),
+    "one": (lambda h, given: 2.0 if given is True else 1.0, (1, True, 1.0)),
+    "class": (lambda h, given: 2.0 if isinstance(h, nn.Parameter) else 1.0, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_are_nearly_equal(name: str) -> None:
+    factor, arguments = ARGUMENTS[name]
+
+    class Given(Block):
+        def forward(self, x: Tensor, given: Any = 0) -> Tensor:
+            return x + self.down(self.act(self.up(self.norm(x)))) * factor(x, given)
+
+    model, plain = (blocks(kind=Given)[0] for _ in range(2))
+    opfuser.apply(model)
+    for given in arguments * 2:
+        for x in (X, nn.Parameter(X, requires_grad=False)):
+            torch.testing.assert_close(model(x, given), plain(x, given))
+    assert paths(report(model))[0] == ""
+
+
 def test_an_object_that_raises_whatever_it_is_asked() -> None:
     class Raising:
         def __getattr__(self, name: str) -> Any:
@@ -347,6 +430,12 @@ def test_a_forward_of_a_parent_class_is_replaced(monkeypatch: pytest.MonkeyPatch
     [
         (torch.is_inference_mode_enabled, torch.inference_mode),
         (torch.are_deterministic_algorithms_enabled, None),
+        (torch.is_anomaly_enabled, functools.partial(torch.autograd.set_detect_anomaly, True)),
+        (lambda: torch._C._len_torch_function_stack() > 0, torch.no_grad),
+        (lambda: sys.getrecursionlimit() < 0, torch.no_grad),
+        (lambda: gc.isenabled() and False, torch.no_grad),
+        (lambda: threading.current_thread().name == "other", torch.no_grad),
+        (lambda: "factor" in dir(ACTING) and False, torch.no_grad),
     ],
 )
 def test_what_a_forward_asks_of_the_process(asks: Any, mode: Any) -> None:
