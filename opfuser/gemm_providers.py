@@ -1,7 +1,7 @@
 """Who multiplies quantised operands: torch, or another library that a recipe chooses by name.
 
 A provider decides by what a plan knows, a :class:`Gemm`, so that plans can say who multiplies what
-and why not; products that it refuses are torch's. ``Recipe.gemm`` chooses one for a region or a
+and why not; products that it refuses are torch's, and so are those of groups of rows. ``Recipe.gemm`` chooses one for a region or a
 Sequential::
 
     with opfuser.autocast(recipe=opfuser.recipe.Float8CurrentScaling(gemm="te")):
@@ -10,8 +10,7 @@ Sequential::
 Providers are:
 
 - ``"torch"``: ``torch.nn.functional.scaled_mm``, and fp32 where a device has no such GEMM;
-- ``"te"``: ``general_gemm`` of Transformer Engine, for one scale per tensor and for blocks of 128,
-  and its ``general_grouped_gemm`` for groups of rows;
+- ``"te"``: ``general_gemm`` of Transformer Engine, for one scale per tensor and for blocks of 128;
 - ``"deepgemm"``: ``fp8_gemm_nt`` of DeepGEMM, forward and dgrad of blocks of 128 in bf16. It
   compiles a kernel for each pair of features when it first meets it;
 - those that :func:`register` adds.
@@ -98,11 +97,6 @@ class GemmOperand(NamedTuple):
     scaling: ScalingType
 
 
-GroupsMultiply = Callable[
-    [Sequence[GemmOperand], Sequence[GemmOperand], torch.dtype, bool], Sequence[Tensor]
-]
-
-
 class GemmProvider(NamedTuple):
     """A library that multiplies quantised operands.
 
@@ -115,16 +109,12 @@ class GemmProvider(NamedTuple):
             asked for in fp32. Runs in the current stream, and waits for nothing.
         replayable: whether it does nothing but launch kernels, so that its launches may be
             recorded.
-        multiply_groups: products of several pairs of operands at once, in their order, with
-            ``dtype`` and ``split`` of them all; None: ``multiply`` is called for each. Operations
-            of groups ask it for forward and dgrad.
     """
 
     name: str
     refuses: Callable[[Gemm], str | None]
     multiply: Callable[[GemmOperand, GemmOperand, torch.dtype, bool], Tensor]
     replayable: bool = False
-    multiply_groups: GroupsMultiply | None = None
 
 
 _providers: Providers[GemmProvider] = Providers("GEMM provider")
@@ -204,18 +194,6 @@ def _te_multiply(a: GemmOperand, b: GemmOperand, dtype: torch.dtype, split: bool
     return y
 
 
-def _te_multiply_groups(
-    a: Sequence[GemmOperand], b: Sequence[GemmOperand], dtype: torch.dtype, split: bool
-) -> list[Tensor]:
-    gemm = importlib.import_module(f"{_TE}.cpp_extensions").general_grouped_gemm
-    rows = [x.codes.shape[0] for x in a]
-    device = a[0].codes.device
-    outs = [torch.empty(m, x.codes.shape[0], dtype=dtype, device=device) for m, x in zip(rows, b)]
-    how: Any = {"layout": "TN", "m_splits": rows, "use_split_accumulator": split}
-    gemm([*map(_te_operand, b)], [*map(_te_operand, a)], outs, [None] * len(outs), dtype, **how)
-    return outs
-
-
 def _deepgemm_refuses(gemm: Gemm) -> str | None:
     if gemm.product == "wgrad":
         return "its GEMM has squares in one operand"
@@ -235,5 +213,5 @@ def _deepgemm_multiply(a: GemmOperand, b: GemmOperand, dtype: torch.dtype, split
     return y
 
 
-register(GemmProvider("te", _te_refuses, _te_multiply, multiply_groups=_te_multiply_groups))
+register(GemmProvider("te", _te_refuses, _te_multiply))
 register(GemmProvider("deepgemm", _deepgemm_refuses, _deepgemm_multiply))

@@ -21,6 +21,7 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8PredictedScaling",
+    "Float8RowwiseScaling",
     "Format",
     "MMParams",
     "MXFP8BlockScaling",
@@ -143,6 +144,8 @@ class Recipe:
     operands: ClassVar[str] = "FP8"
     # Whether operations hand on codes of what they compute; else whoever takes it quantises it.
     handed_on: ClassVar[bool] = True
+    # Whether only operations of groups of rows follow the recipe.
+    of_groups: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.fp8_dpa or self.fp8_mha:
@@ -351,6 +354,26 @@ class Float8BlockScaling(Recipe):
 
     def splits(self, gemm: str) -> bool:
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8RowwiseScaling(Recipe):
+    """A scale for each row of inputs and gradients and each output channel of a weight.
+
+    ``s = largest / amax`` of the row: every tensor is read twice. For the experts of a mixture:
+    ``GroupedLinear`` alone follows it; other linear operations compute without a recipe, and the
+    plan says so. Where dgrad sums over output channels, a weight has a scale for each input
+    feature, and where wgrad sums over the rows of a group, its operands have one for each feature.
+
+    These are the scales of torch's grouped GEMM of FP8 operands, which multiplies all groups at
+    once on GPUs of compute capability 9.0, in E4M3 with results in bf16. Other GPUs, formats and
+    results have a kernel of opfuser's.
+    """
+
+    fp8_format: Format = Format.E4M3
+
+    handed_on: ClassVar[bool] = False
+    of_groups: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
-Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``model``, ``hugging_face``,
+Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``experts``, ``model``, ``hugging_face``,
 ``hugging_face_layers``, ``small``, ``replay``, ``host``. Each writes ``<part>.json`` into the
 output folder row by row, so that an interrupted run keeps its rows. A failure is a row with the
 text of its error. torch.compile takes part only in the sizes that a case names, one or a few, since
@@ -24,6 +24,7 @@ import opfuser
 from benchmarks import timing
 from benchmarks.gpu import (
     blocks,
+    experts,
     host,
     hugging_face,
     hugging_face_layers,
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "sums": sums.rows,
     "blocks": blocks.rows,
     "quantized": quantized.rows,
+    "experts": experts.rows,
     "model": model.rows,
     "hugging_face": hugging_face.rows,
     "hugging_face_layers": hugging_face_layers.rows,
@@ -142,6 +144,8 @@ def line(row: Row) -> str:
 COLUMNS = (
     ("share_of_copy", "% of copy", 100),
     ("share_of_equal_copy", "% of equal copy", 100),
+    ("tflops", "TF/s", 1),
+    ("host_waits", "waits", 1),
     ("speedup", "x torch", 1),
     ("over_off", "x off", 1),
     ("over_floor", "x floor", 1),
@@ -173,7 +177,8 @@ def print_summary(document: dict[str, Any]) -> None:
         others = [
             r
             for n, r in rows.items()
-            if n not in (REFERENCE, COPY, "bare GEMMs", "bare") and not n.startswith(OURS)
+            if n not in (REFERENCE, COPY, "bare GEMMs", "bare")
+            and not n.startswith((OURS, experts.ALONE))
         ]
         best = min(others, key=lambda r: r["median_us"], default=None)
         text = f"{case:<26}{size:<20}{passed:<30}{time_us:>11.1f} us {share:>5} {floor:<13}"

@@ -16,6 +16,7 @@ TITLES = {
     "sums": "Residual sums behind a GEMM",
     "blocks": "Blocks",
     "quantized": "Blocks and models in FP8",
+    "experts": "Mixtures of experts",
     "model": "Models",
     "hugging_face": "Models of transformers",
     "hugging_face_layers": "Layers of transformers",
@@ -81,9 +82,12 @@ def cell(row: Row, part: str) -> str:
         extras.append(
             f"device {device:.1f}, host {host:.1f}, {row['host_us_per_unit']:.0f} us a unit"
         )
+    if "tflops" in row:
+        waits = row.get("host_waits")
+        extras.append(f"{row['tflops']:.0f} TF/s" + (f", {waits} waits" if waits else ""))
     if row.get("peak_bytes"):
         extras.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak")
-    if part.startswith(("blocks", "model", "hugging_face")) and row.get("saved_bytes"):
+    if part.startswith(("blocks", "experts", "model", "hugging_face")) and row.get("saved_bytes"):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
 

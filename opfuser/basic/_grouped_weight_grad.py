@@ -13,7 +13,7 @@ from .. import gemm
 from ..change_tracking import Note
 from ..errors import InputError, explain
 from ._autograd_state import Destination, destination
-from ._weight_grad import ScaledProduct, fitting_grad, grad_buffer, main_grad_buffer, mark_added
+from ._weight_grad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
 __all__ = [
     "DelayedWgrads",
@@ -64,20 +64,30 @@ class GroupedProduct(NamedTuple):
 
 
 class ScaledGroupedProduct(NamedTuple):
-    """The same from fp8 codes, which are ours alone, group by group."""
+    """The same from codes, which are ours alone.
 
-    products: Sequence[ScaledProduct]
+    Attributes:
+        compute: the gradients in a dtype, (G, N, K) or G of them.
+        dtype: of the gradients for autograd.
+    """
+
+    compute: Callable[[torch.dtype], Tensor | Sequence[Tensor]]
+    dtype: torch.dtype
 
     def values(self, *, stacked: bool) -> Tensor | Sequence[Tensor]:
         """The gradients, as one tensor if ``stacked``."""
-        grads = [product.value() for product in self.products]
-        return torch.stack(grads) if stacked else grads
+        grads = self.compute(self.dtype)
+        if isinstance(grads, Tensor):
+            return grads if stacked else grads.unbind(0)
+        return torch.stack(list(grads)) if stacked else grads
 
     def write(self, outs: Sequence[tuple[Tensor, bool] | None]) -> None:
-        """As :func:`opfuser.gemm.grouped_wgrad_into`."""
-        for product, target in zip(self.products, outs):
-            if target is not None:
-                product.write(target[0], accumulate=target[1])
+        """As :func:`opfuser.gemm.grouped_wgrad_into`, rounded once."""
+        pairs = [(*to, dw) for to, dw in zip(outs, self.compute(torch.float32)) if to is not None]
+        for accumulate, write in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+            own = [(out, dw) for out, add, dw in pairs if add == accumulate]
+            if own:
+                write([out for out, _ in own], [dw for _, dw in own])
 
     def versions(self) -> list[int]:
         """As of :class:`GroupedProduct`."""

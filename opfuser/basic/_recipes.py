@@ -49,6 +49,7 @@ def recipe_refusal(
     env: Env,
     *,
     stored: bool = False,
+    groups: bool = False,
 ) -> Refusal | None:
     """Why the GEMMs of an operation do not follow the recipe of a call, or None.
 
@@ -59,9 +60,12 @@ def recipe_refusal(
             forward tells.
         env: of the call.
         stored: whether its weight is stored quantised, so that ``min_features`` does not count.
+        groups: whether it multiplies groups of rows.
     """
     if own is None:
         return Refusal("NO_RECIPE", "its recipe is None")
+    if env.recipe is not None and env.recipe.of_groups and not groups:
+        return Refusal("NO_RECIPE", f"{type(env.recipe).__name__} is for groups of rows")
     refusal = features_refusal(features, env)
     if refusal is not None:
         return refusal

@@ -72,8 +72,8 @@ class GroupedLinear(BasicOperation):
     stored as one spare that kernel a copy.
 
     In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take operands in the
-    format of the recipe; split sizes on a GPU are then read by the host, and those on the meta
-    device are refused. ``recipe`` is as in ``BasicLinear``.
+    format of the recipe. In FP8 split sizes on a GPU stay there, too; those of MXFP8 and NVFP4 are
+    read by the host. ``recipe`` is as in ``BasicLinear``.
 
     Args:
         num_groups: number of transformations.
@@ -113,7 +113,7 @@ class GroupedLinear(BasicOperation):
             Or a buffer cannot take its result.
         OpKwargsError: another keyword is passed to forward, or a buffer under both of its names.
         NotSupportedError: a buffer is passed while torch.compile traces. Or split sizes are on the
-            meta device in a region of quantised compute.
+            meta device in a region of MXFP8 or NVFP4.
     """
 
     kernels = ("grouped GEMM",)
@@ -291,13 +291,19 @@ class GroupedLinear(BasicOperation):
         return present
 
     @property
-    def replayable(self) -> bool:  # type: ignore[override]
+    def only_launches(self) -> bool:
+        """Whether no pass does more than launch kernels, if its GEMMs find groups on the device."""
         # Elsewhere the host reads the split sizes, or looks where a gradient goes.
         weight = getattr(self, self._weight_names[0])
         if weight is None or not (weight.is_cuda or weight.is_meta):
             return False
-        if self.accumulate_into_main_grad or self.need_backward_dw():
+        return not (self.accumulate_into_main_grad or self.need_backward_dw())
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        if not self.only_launches:
             return False
+        weight = getattr(self, self._weight_names[0])
         dtype = autocast_dtype(weight.device) or weight.dtype
         return reads_groups_on_device(dtype, self.in_features, self.out_features)
 
@@ -307,14 +313,16 @@ class GroupedLinear(BasicOperation):
         features = self.out_features, self.in_features
         weight = getattr(self, self._weight_names[0])
         dtype = None if weight is None else weight.dtype
-        return recipe_refusal(self.recipe, features, dtype, env)
+        return recipe_refusal(self.recipe, features, dtype, env, groups=True)
 
     def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
         weight = getattr(self, self._weight_names[0])
         if env.recipe is None or weight is None:
             return ()
         features = self.out_features, self.in_features
-        return choices_of(env, features, weight.dtype, into_main_grad=False)
+        choices = choices_of(env, features, weight.dtype, into_main_grad=False)
+        refusal = "groups of rows are multiplied at once"
+        return [choice._replace(refusal=refusal) for choice in choices]
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter

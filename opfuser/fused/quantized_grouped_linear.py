@@ -10,7 +10,6 @@ from typing_extensions import Unpack
 
 from ..basic._grouped_products import GroupedProducts, matrices
 from ..basic._grouped_weight_grad import GroupedProduct, ScaledGroupedProduct
-from ..basic._weight_grad import ScaledProduct
 from ..basic.grouped_linear import GroupedLinear
 from ..context import (
     BackwardResult,
@@ -22,13 +21,17 @@ from ..context import (
 )
 from ..fusion import Env, Fusion, Refusal, Requires
 from ..gemm import RowGroups
-from ..gemm.scaled import Accumulation
+from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..gemm.scaled_groups import (
     codes_of_groups,
+    grouped_scaled_dgrad,
+    grouped_scaled_forward,
+    grouped_scaled_wgrad,
     padded_groups,
-    scaled_grouped_dgrad,
-    scaled_grouped_forward,
+    scaled_dgrads,
+    scaled_forwards,
 )
+from ..kernels.groups import group_ends
 from ..kernels.quantize import Codes
 from ..op import BasicOperation, FusedOperation
 from ..quantization.products import accumulation
@@ -45,16 +48,19 @@ class QuantizedGroupedLinear(FusedOperation):
 
     x, the weights and the gradient of y are rounded to FP8, MXFP8 or NVFP4 with scales; the
     products are those of the rounded tensors. A scale of a whole tensor is one for the rows of all
-    groups, which are quantised together; each group has its own scales of blocks. Each weight has
-    its own scale, but for those that are kept from call to call: there the weights share one. Saves
-    the codes of x by columns, one byte each or half of one in NVFP4, and their scales, with up to
-    127 rows of padding for a group.
+    groups; each group has its own scales of blocks, and of columns. Each weight has its own scale,
+    but for those that are kept from call to call: there the weights share one. Saves the codes of x
+    by columns, one byte each or half of one in NVFP4, and their scales, with up to 127 rows of
+    padding for a group, and 128 for one without rows.
 
-    Split sizes are read by the host: on a GPU it waits for them once a call.
+    In FP8, split sizes on a GPU stay there: nothing waits for them, and no launch is that of a
+    group. As in :class:`GroupedLinear` they are not checked, and rows past their sum are left
+    undefined. Those of MXFP8 and NVFP4 are read by the host, and multiplied group by group.
 
-    Kernels: ``torch.nn.functional.scaled_mm``, once for each group that has rows, or those of the
-    provider that the recipe names, which may multiply all groups at once; opfuser's quantisation of
-    both layouts in one pass.
+    Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
+    9.0, to which one scale of a tensor is broadcast; opfuser's for blocks of 128, E5M2, other
+    results and other GPUs; its quantisation of both layouts in one pass, which puts the padding
+    between groups. Weights stored as one spare them a copy.
 
     Args:
         linear: the operation.
@@ -62,10 +68,17 @@ class QuantizedGroupedLinear(FusedOperation):
 
     Raises:
         InputError: in forward, as in the operation that it replaces.
-        NotSupportedError: in forward, if split sizes are on the meta device.
+        NotSupportedError: in forward, in MXFP8 and NVFP4, if split sizes are on the meta device.
     """
 
-    replayable = False  # as the operation that it replaces
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        recipe = self.recipe
+        if _is_small(recipe):
+            return False
+        if "bf16" in (recipe.fprop, recipe.dgrad, recipe.wgrad):
+            return self.linear.replayable
+        return self.linear.only_launches
 
     def __init__(self, *, linear: GroupedLinear, recipe: Recipe) -> None:
         super().__init__([linear])
@@ -80,7 +93,7 @@ class QuantizedGroupedLinear(FusedOperation):
     ) -> ForwardResult:
         (ctx,) = basic_op_ctxs
         ctx.kept_weights = kept_weights()
-        products = _QuantizedProducts(self.linear, self.recipe, ctx)
+        products = _products(self.linear, self.recipe, ctx)
         return self.linear.forward_by(products, ctx, input_, given)
 
     def fuser_backward(
@@ -91,12 +104,12 @@ class QuantizedGroupedLinear(FusedOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
-        products = _QuantizedProducts(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
+        products = _products(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
         return self.linear.backward_by(products, ctx, grad_output)
 
 
 class _QuantizedProducts(GroupedProducts):
-    """Products of codes, for one pass of a call."""
+    """Products of codes, for one pass of a call; abstract."""
 
     def __init__(
         self,
@@ -109,9 +122,6 @@ class _QuantizedProducts(GroupedProducts):
         self.quantizer = OperandQuantizer(linear, recipe, used)
         self._grad_codes: Codes | None = None
 
-    def reads_sizes(self, x: Tensor, out_features: int) -> bool:
-        return True
-
     def forward(
         self,
         x: Tensor,
@@ -122,9 +132,10 @@ class _QuantizedProducts(GroupedProducts):
         save: bool,
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         rows, cols = self.recipe.fprop == "fp8", save and self.recipe.wgrad == "fp8"
+        self.locate(x, groups)
         codes = None
         if rows or cols:
-            codes = self._quantized("input", x, groups, rows=rows, cols=cols)
+            codes = self.quantized("input", x, groups, rows=rows, cols=cols)
         self.ctx.compute_dtype = x.dtype
         # Backward is given views of the weights, by which nothing is kept.
         sources = [w if isinstance(w, nn.Parameter) else None for w in weights]
@@ -132,17 +143,17 @@ class _QuantizedProducts(GroupedProducts):
         saved: tuple[Tensor | None, ...] = (x if save else None, None, None)
         if codes is not None and cols:
             saved = None, codes.cols, codes.col_scale
+        saved = *saved, self.ends
         if codes is None or not rows:
             return super().forward(x, weights, groups, out=out, save=save)[0], (*saved, None)
-        w = self._weights(weights, x.dtype, rows=True)
-        out = x.new_empty(x.shape[0], weights[0].shape[-2]) if out is None else out
-        y = scaled_grouped_forward(codes, w, groups, out, self._how("fprop", x, x.dtype))
+        y = self.product(codes, weights, groups, x, out, forward=True)
         ctx, used = self.ctx, None
         if ctx.requires_grad and ctx.needs.input and self.recipe.dgrad == "fp8":
             used = self.quantizer.used_scales()  # for the weights
         return y, (*saved, used)
 
     def output_grad(self, dy: Tensor, saved: Sequence[Tensor | None]) -> Tensor:
+        self.ends = saved[3]
         return dy.to(self.ctx.compute_dtype)
 
     def dgrad(
@@ -150,10 +161,7 @@ class _QuantizedProducts(GroupedProducts):
     ) -> Tensor:
         if self.recipe.dgrad != "fp8":
             return super().dgrad(dy, weights, groups, out=out)
-        codes = self._codes(dy, groups)
-        w = self._weights(weights, dy.dtype, rows=False)
-        out = dy.new_empty(dy.shape[0], weights[0].shape[-1]) if out is None else out
-        return scaled_grouped_dgrad(codes, w, groups, out, self._how("dgrad", dy, dy.dtype))
+        return self.product(self._codes(dy, groups), weights, groups, dy, out, forward=False)
 
     def wgrad(
         self,
@@ -162,26 +170,17 @@ class _QuantizedProducts(GroupedProducts):
         weights: Sequence[Tensor],
         groups: RowGroups,
     ) -> GroupedProduct | ScaledGroupedProduct:
-        x, cols, col_scale, _ = saved
+        x, cols, col_scale, *_ = saved
         if self.recipe.wgrad != "fp8":
             return super().wgrad(dy, (x,), weights, groups)
-        dys = codes_of_groups(self._codes(dy, groups), groups)
-        xs = codes_of_groups(Codes(None, None, cols, col_scale, None), groups)
-        how = self._how("wgrad", dy, weights[0].dtype)
-        return ScaledGroupedProduct([ScaledProduct(*pair, how) for pair in zip(dys, xs)])
-
-    def _quantized(
-        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
-    ) -> Codes:
-        padded = padded_groups(x, groups)
-        padding = padded.shape[0] - x.shape[0]
-        return self.quantizer.quantize(role, padded, rows=rows, cols=cols, padding=padding)
+        xs = Codes(None, None, cols, col_scale, None)
+        return self.gradient(self._codes(dy, groups), xs, groups, weights[0].dtype)
 
     def _codes(self, dy: Tensor, groups: RowGroups) -> Codes:
         """The gradient of the output, quantised once for both GEMMs."""
         if self._grad_codes is None:
             needs = self.ctx.needs
-            self._grad_codes = self._quantized(
+            self._grad_codes = self.quantized(
                 "grad_output",
                 dy.contiguous(),
                 groups,
@@ -190,16 +189,146 @@ class _QuantizedProducts(GroupedProducts):
             )
         return self._grad_codes
 
-    def _weights(self, weights: Sequence[Tensor], dtype: torch.dtype, *, rows: bool) -> list[Codes]:
-        """Of each group, by rows or else by columns."""
-        ws = list(matrices(weights, dtype))
+    def how(self, product: str, device: torch.device, dtype: torch.dtype) -> Accumulation:
+        """How a product is computed: by no provider, as none takes groups."""
+        features = self.linear.out_features, self.linear.in_features
+        how = accumulation(self.recipe, product, features, dtype, device)
+        return how._replace(provider=None)
+
+    # Where the groups end, if products find them on the device.
+    ends: Tensor | None = None
+
+    def locate(self, x: Tensor, groups: RowGroups) -> None:
+        """Finds the groups of a forward pass."""
+
+    def quantized(
+        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
+    ) -> Codes:
+        """Codes of the rows of all groups."""
+        raise NotImplementedError
+
+    def product(
+        self,
+        x: Codes,
+        weights: Sequence[Tensor],
+        groups: RowGroups,
+        like: Tensor,
+        out: Tensor | None,
+        *,
+        forward: bool,
+    ) -> Tensor:
+        """The output, or the gradient of the input, in the dtype of ``like`` or to ``out``."""
+        raise NotImplementedError
+
+    def gradient(
+        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
+    ) -> ScaledGroupedProduct:
+        """The gradients of the weights."""
+        raise NotImplementedError
+
+
+class _OnDevice(_QuantizedProducts):
+    """Products of FP8 codes, which find the groups on the device."""
+
+    def reads_sizes(self, x: Tensor, out_features: int) -> bool:
+        modes = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
+        return "bf16" in modes and super().reads_sizes(x, out_features)
+
+    def locate(self, x: Tensor, groups: RowGroups) -> None:
+        self.ends = group_ends(groups.lengths.to(x.device), len(x))
+
+    def quantized(
+        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
+    ) -> Codes:
+        count = self.linear.num_groups
+        return self.quantizer.quantize_groups(role, x, self.ends, count, rows=rows, cols=cols)
+
+    def product(
+        self,
+        x: Codes,
+        weights: Sequence[Tensor],
+        groups: RowGroups,
+        like: Tensor,
+        out: Tensor | None,
+        *,
+        forward: bool,
+    ) -> Tensor:
+        ws, sources = matrices(weights, like.dtype), self.ctx.kept_sources
+        kept = self.ctx.kept_weights
+        w = self.quantizer.weights(ws, sources, kept, rows=forward, cols=not forward)
+        how = self.how("fprop" if forward else "dgrad", like.device, like.dtype)
+        assert self.ends is not None
+        multiply = grouped_scaled_forward if forward else grouped_scaled_dgrad
+        return multiply(x, w, self.ends, how, out)
+
+    def gradient(
+        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
+    ) -> ScaledGroupedProduct:
+        ends = self.ends
+        assert ends is not None
+        how = self.how("wgrad", ends.device, dtype)
+        return ScaledGroupedProduct(
+            lambda dtype: grouped_scaled_wgrad(dy, x, ends, how._replace(dtype=dtype)), dtype
+        )
+
+
+class _GroupByGroup(_QuantizedProducts):
+    """Products of MXFP8 and NVFP4 codes, of groups that the host knows."""
+
+    def reads_sizes(self, x: Tensor, out_features: int) -> bool:
+        return True
+
+    def quantized(
+        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
+    ) -> Codes:
+        padded = padded_groups(x, groups)
+        padding = padded.shape[0] - x.shape[0]
+        return self.quantizer.quantize(role, padded, rows=rows, cols=cols, padding=padding)
+
+    def product(
+        self,
+        x: Codes,
+        weights: Sequence[Tensor],
+        groups: RowGroups,
+        like: Tensor,
+        out: Tensor | None,
+        *,
+        forward: bool,
+    ) -> Tensor:
+        ws = list(matrices(weights, like.dtype))
         sources = self.ctx.kept_sources or [None] * len(weights)
         sources = sources * (len(ws) // len(weights))
-        return self.quantizer.weights(ws, sources, self.ctx.kept_weights, rows=rows, cols=not rows)
+        codes = [
+            self.quantizer.weight(
+                w, source, self.ctx.kept_weights, rows=forward, cols=not forward, group=n
+            )
+            for n, (w, source) in enumerate(zip(ws, sources))
+        ]
+        features = weights[0].shape[-2 if forward else -1]
+        out = like.new_empty(len(like), features) if out is None else out
+        how = self.how("fprop" if forward else "dgrad", like.device, like.dtype)
+        return (scaled_forwards if forward else scaled_dgrads)(x, codes, groups, out, how)
 
-    def _how(self, product: str, x: Tensor, dtype: torch.dtype) -> Accumulation:
-        features = self.linear.out_features, self.linear.in_features
-        return accumulation(self.recipe, product, features, dtype, x.device)
+    def gradient(
+        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
+    ) -> ScaledGroupedProduct:
+        codes = dy.cols if dy.rows is None else dy.rows
+        assert codes is not None
+        how = self.how("wgrad", codes.device, dtype)
+        pairs = list(zip(codes_of_groups(dy, groups), codes_of_groups(x, groups)))
+        return ScaledGroupedProduct(
+            lambda dtype: [scaled_wgrad(*pair, how._replace(dtype=dtype)) for pair in pairs], dtype
+        )
+
+
+def _is_small(recipe: Recipe) -> bool:
+    return recipe.mxfp8() or recipe.nvfp4()
+
+
+def _products(
+    linear: GroupedLinear, recipe: Recipe, ctx: OperationContext, used: Tensor | None = None
+) -> _QuantizedProducts:
+    return (_GroupByGroup if _is_small(recipe) else _OnDevice)(linear, recipe, ctx, used)
 
 
 def _refuses(linear: GroupedLinear, *, env: Env) -> Refusal | None:

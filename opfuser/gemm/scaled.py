@@ -11,7 +11,6 @@ Products of MXFP8 and NVFP4 have never run on a GPU that multiplies them; what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,9 +33,7 @@ from ..kernels.quantize import Codes
 __all__ = [
     "Accumulation",
     "scaled_dgrad",
-    "scaled_dgrads",
     "scaled_forward",
-    "scaled_forwards",
     "scaled_wgrad",
 ]
 
@@ -196,15 +193,6 @@ def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = No
     return total.to(how.dtype)
 
 
-def _products(pairs: Sequence[tuple[_Matrix, _Matrix]], how: Accumulation) -> Iterator[Tensor]:
-    """The product of each pair, which has elements; by a provider of groups at once."""
-    multiply = None if how.provider is None else how.provider.multiply_groups
-    if multiply is None or not pairs:
-        return (_product(a, b, how) for a, b in pairs)
-    left, right = ([matrix.operand for matrix in side] for side in zip(*pairs))
-    return iter(multiply(left, right, how.dtype, how.split))
-
-
 def scaled_forward(
     x: Codes, w: Codes, shape: tuple[int, int], bias: Tensor | None, how: Accumulation
 ) -> Tensor:
@@ -220,13 +208,6 @@ def scaled_forward(
     return _first(_product(*_of_forward(x, w, features), how, bias), rows)
 
 
-def scaled_forwards(
-    pairs: Sequence[tuple[Codes, Codes]], features: int, how: Accumulation
-) -> Iterator[Tensor]:
-    """``x Wᵀ`` of each pair, as in :func:`scaled_forward`, with the rows of padding that x has."""
-    return _products([_of_forward(x, w, features) for x, w in pairs], how)
-
-
 def _of_forward(x: Codes, w: Codes, features: int) -> tuple[_Matrix, _Matrix]:
     matrix = _rows(w, squares=_in_blocks(x.row_scale))
     return _rows(x), matrix._replace(codes=_first(matrix.codes, features))
@@ -235,11 +216,6 @@ def _of_forward(x: Codes, w: Codes, features: int) -> tuple[_Matrix, _Matrix]:
 def scaled_dgrad(dy: Codes, w: Codes, rows: int, how: Accumulation) -> Tensor:
     """``dx = dy W``, (T, K), for dy (T, N) by rows and W (N, K) by columns; T is ``rows``."""
     return _first(_product(*_of_dgrad(dy, w), how), rows)
-
-
-def scaled_dgrads(pairs: Sequence[tuple[Codes, Codes]], how: Accumulation) -> Iterator[Tensor]:
-    """``dy W`` of each pair, as in :func:`scaled_dgrad`, with the rows of padding that dy has."""
-    return _products([_of_dgrad(dy, w) for dy, w in pairs], how)
 
 
 def _of_dgrad(dy: Codes, w: Codes) -> tuple[_Matrix, _Matrix]:

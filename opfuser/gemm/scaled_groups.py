@@ -1,8 +1,9 @@
 """Products of groups of consecutive rows whose operands are codes with scales.
 
-Symbols as in :mod:`.grouped`. Groups are quantised together, each padded to a multiple of 128 rows:
-so it begins where a block does, in both layouts, and is multiplied where it lies. The host must
-know the bounds of the groups.
+Symbols as in :mod:`.grouped`. Those of FP8 find the groups on the device, with codes as
+``kernels.groups`` lays them out. Those of MXFP8 and NVFP4 are computed group by group: groups are
+quantised together, each padded to a multiple of 128 rows, so that it begins where a block does, in
+both layouts, and is multiplied where it lies. The host must know the bounds of those.
 """
 
 from __future__ import annotations
@@ -13,13 +14,94 @@ import torch
 from torch import Tensor
 
 from ..errors import NotSupportedError, explain
+from ..kernels.grouped_products import columns_by_columns, rows_by_matrices
 from ..kernels.microscaling_plain import FP4, scales_of_part
-from ..kernels.quantize import BLOCK, Codes, in_fours
+from ..kernels.quantize import BLOCK, Codes
 from ..kernels.tiling import cdiv
 from .row_groups import RowGroups
-from .scaled import Accumulation, scaled_dgrads, scaled_forwards
+from .scaled import Accumulation, scaled_dgrad, scaled_forward
 
-__all__ = ["codes_of_groups", "padded_groups", "scaled_grouped_dgrad", "scaled_grouped_forward"]
+__all__ = [
+    "codes_of_groups",
+    "grouped_scaled_dgrad",
+    "grouped_scaled_forward",
+    "grouped_scaled_wgrad",
+    "padded_groups",
+    "scaled_dgrads",
+    "scaled_forwards",
+]
+
+
+def grouped_scaled_forward(
+    x: Codes, w: Codes, ends: Tensor, how: Accumulation, out: Tensor | None = None
+) -> Tensor:
+    """``y[rows of g] = x[rows of g] W[g]ᵀ``, (T, N), from FP8 codes by rows.
+
+    Args:
+        x: (T, K).
+        w: of all groups, (G N, K), without padding.
+        ends: of ``kernels.groups.group_ends``.
+        how: see there.
+        out: where to write the result.
+    """
+    groups = ends.shape[1]
+    assert x.rows is not None
+    assert x.row_scale is not None
+    assert w.rows is not None
+    assert w.row_scale is not None
+    matrices = w.rows.unflatten(0, (groups, -1))
+    scale = w.row_scale.unflatten(0, (groups, -1))
+    if scale.dim() == 3:
+        scale = scale[..., : w.rows.shape[1] // BLOCK]
+    return _written((x.rows, matrices, x.row_scale, scale, ends), how, out)
+
+
+def grouped_scaled_dgrad(
+    dy: Codes, w: Codes, ends: Tensor, how: Accumulation, out: Tensor | None = None
+) -> Tensor:
+    """``dx[rows of g] = dy[rows of g] W[g]``, (T, K), from FP8 codes of dy by rows, W by columns.
+
+    Args as in :func:`grouped_scaled_forward`, but for dy (T, N).
+    """
+    groups = ends.shape[1]
+    assert dy.rows is not None
+    assert dy.row_scale is not None
+    assert w.cols is not None
+    assert w.col_scale is not None
+    features = dy.rows.shape[1]
+    matrices = w.cols.unflatten(1, (groups, -1))[..., :features].transpose(0, 1)
+    if w.col_scale.dim() == 1:
+        scale = w.col_scale.unflatten(0, (groups, -1))
+    else:
+        blocks = features // BLOCK
+        scale = w.col_scale[:, : groups * blocks].unflatten(1, (groups, blocks)).transpose(0, 1)
+    return _written((dy.rows, matrices, dy.row_scale, scale, ends), how, out)
+
+
+def grouped_scaled_wgrad(dy: Codes, x: Codes, ends: Tensor, how: Accumulation) -> Tensor:
+    """``dW[g] = dy[rows of g]ᵀ x[rows of g]``, (G, N, K), from FP8 codes by columns.
+
+    Args:
+        dy: (T, N).
+        x: (T, K).
+        ends: as in :func:`grouped_scaled_forward`.
+        how: see there.
+    """
+    assert dy.cols is not None
+    assert dy.col_scale is not None
+    assert x.cols is not None
+    assert x.col_scale is not None
+    given = dy.cols, x.cols, dy.col_scale, x.col_scale, ends
+    return columns_by_columns(*given, how.dtype, split=how.split)
+
+
+def _written(
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], how: Accumulation, out: Tensor | None
+) -> Tensor:
+    """The product of rows by matrices in ``how.dtype``, and from there in ``out``."""
+    same = out is not None and out.dtype == how.dtype
+    y = rows_by_matrices(*given, how.dtype, split=how.split, out=out if same else None)
+    return y if same or out is None else out.copy_(y)
 
 
 def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
@@ -67,33 +149,16 @@ def _cut(codes: Codes, start: int, stop: int) -> Codes:
     """Rows from ``start`` to ``stop``, multiples of 128."""
     rows, row_scale, cols, col_scale, _ = codes
     if rows is not None and row_scale is not None:
-        row_scale = _scales_of_rows(rows, row_scale, start, stop)
+        count, features = rows.shape[0], rows.shape[1] * _packed(rows)
+        part = (count, features), (start, stop), (0, features)
+        row_scale = scales_of_part(row_scale, *part)
         rows = rows[start:stop]
     if cols is not None and col_scale is not None:
-        col_scale = _scales_of_cols(codes, cols, col_scale, start, stop)
         packed = _packed(cols)
+        features, count = cols.shape[0], cols.shape[1] * packed
+        col_scale = scales_of_part(col_scale, (features, count), (0, features), (start, stop))
         cols = cols[:, start // packed : stop // packed]
     return Codes(rows, row_scale, cols, col_scale, None)
-
-
-def _scales_of_rows(rows: Tensor, scale: Tensor, start: int, stop: int) -> Tensor:
-    if scale.dim() == 2:
-        # GEMMs look at the strides, also at that of a single row, which contiguous() may leave.
-        return scale[:, start:stop].clone(memory_format=torch.contiguous_format)
-    if scale.dtype == torch.float32:
-        return scale  # of the whole tensor
-    count, features = rows.shape[0], rows.shape[1] * _packed(rows)
-    return scales_of_part(scale, (count, features), (start, stop), (0, features))
-
-
-def _scales_of_cols(codes: Codes, cols: Tensor, scale: Tensor, start: int, stop: int) -> Tensor:
-    if scale.dim() == 2:
-        blocks = slice(start // BLOCK, stop // BLOCK)
-        return in_fours(scale[:, blocks]) if codes.has_square_cols else scale[blocks]
-    if scale.dtype == torch.float32:
-        return scale  # of the whole tensor
-    features, count = cols.shape[0], cols.shape[1] * _packed(cols)
-    return scales_of_part(scale, (features, count), (0, features), (start, stop))
 
 
 def _packed(codes: Tensor) -> int:
@@ -101,7 +166,7 @@ def _packed(codes: Tensor) -> int:
     return 2 if codes.dtype == FP4 else 1
 
 
-def scaled_grouped_forward(
+def scaled_forwards(
     x: Codes, weights: Sequence[Codes], groups: RowGroups, out: Tensor, how: Accumulation
 ) -> Tensor:
     """``y[rows of g] = x[rows of g] W[g]ᵀ``, written to ``out`` (T, N), which is returned.
@@ -113,35 +178,28 @@ def scaled_grouped_forward(
         out: memory, which gets its values from products of ``how.dtype``.
         how: see there.
     """
-    pairs, bounds = _present(x, weights, groups)
-    return _written(scaled_forwards(pairs, out.shape[1], how), bounds, out)
+    for codes, w, part in _present(x, weights, groups, out):
+        part.copy_(scaled_forward(codes, w, (len(part), out.shape[1]), None, how))
+    return out
 
 
-def scaled_grouped_dgrad(
+def scaled_dgrads(
     dy: Codes, weights: Sequence[Codes], groups: RowGroups, out: Tensor, how: Accumulation
 ) -> Tensor:
     """``dx[rows of g] = dy[rows of g] W[g]``, written to ``out`` (T, K), which is returned.
 
-    Args as in :func:`scaled_grouped_forward`, but for weights by columns.
+    Args as in :func:`scaled_forwards`, but for weights by columns.
     """
-    pairs, bounds = _present(dy, weights, groups)
-    return _written(scaled_dgrads(pairs, how), bounds, out)
-
-
-_Bounds = list[tuple[int, int]]
+    for codes, w, part in _present(dy, weights, groups, out):
+        part.copy_(scaled_dgrad(codes, w, len(part), how))
+    return out
 
 
 def _present(
-    x: Codes, weights: Sequence[Codes], groups: RowGroups
-) -> tuple[list[tuple[Codes, Codes]], _Bounds]:
-    """Codes and weight of each group that has rows, and where it lies."""
+    x: Codes, weights: Sequence[Codes], groups: RowGroups, out: Tensor
+) -> Iterable[tuple[Codes, Codes, Tensor]]:
+    """Codes, weight and memory of each group that has rows."""
     assert groups.bounds is not None
-    every = zip(codes_of_groups(x, groups), weights, groups.bounds)
-    present = [(codes, w, bounds) for codes, w, bounds in every if bounds[0] < bounds[1]]
-    return [(codes, w) for codes, w, _ in present], [bounds for _, _, bounds in present]
-
-
-def _written(products: Iterable[Tensor], bounds: _Bounds, out: Tensor) -> Tensor:
-    for product, (start, stop) in zip(products, bounds):
-        out[start:stop] = product[: stop - start]
-    return out
+    for codes, w, (start, stop) in zip(codes_of_groups(x, groups), weights, groups.bounds):
+        if start < stop:
+            yield codes, w, out[start:stop]

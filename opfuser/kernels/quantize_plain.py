@@ -197,7 +197,7 @@ def by_tensor_plain(
 
 
 def dequantize(codes: Codes, rows: int, dtype: torch.dtype) -> Tensor:
-    """The values of a matrix of so many rows, (R, C); scales are (1,) or of blocks."""
+    """The values of a matrix of so many rows, (R, C); scales are (1,), of rows or of blocks."""
     matrix, scale = codes.rows, codes.row_scale
     if matrix is None:
         matrix, scale = codes.cols, codes.col_scale
@@ -205,7 +205,7 @@ def dequantize(codes: Codes, rows: int, dtype: torch.dtype) -> Tensor:
     assert scale is not None
     values = matrix.to(torch.float32)
     if scale.dim() == 1:
-        values *= scale
+        values *= scale[:, None]
     elif codes.rows is None and codes.has_square_cols:
         squares = values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
         squares.mul_(scale[:, : values.shape[1] // BLOCK, None].unsqueeze(1))

@@ -28,6 +28,8 @@ def _scaling(recipe: Recipe, product: str, role: str) -> ScalingType:
         return ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128
     if recipe.float8_per_tensor_scaling():
         return ScalingType.TensorWise
+    if recipe.of_groups:
+        return ScalingType.RowWise
     return ScalingType.BlockWise1x32 if recipe.mxfp8() else ScalingType.BlockWise1x16
 
 

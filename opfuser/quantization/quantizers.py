@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
+from ..kernels.groups import VectorScaling, maxima_of_groups, quantize_groups
 from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
 from ..kernels.microscaling_plain import dequantized_rows
 from ..kernels.pointwise import draw_seed
@@ -30,6 +31,7 @@ from ..kernels.zeros import zero_for
 from ..recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -156,6 +158,8 @@ class OperandQuantizer(NamedTuple):
             return quantize_by_squares(x, self.recipe.dtype(role), **wants, power_of_two=powers)
         if isinstance(self.recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
             return _in_small_blocks(self.recipe, role, x, amax, column_sum=column_sum, **wants)
+        if isinstance(self.recipe, Float8RowwiseScaling):
+            return quantize_groups(x, None, 1, VectorScaling(self.recipe.dtype(role)), **wants)
         scaling = self.given(role)
         if scaling is None:
             scaling = self.from_amax(role, amax_of(x) if amax is None else amax)
@@ -191,27 +195,80 @@ class OperandQuantizer(NamedTuple):
         state = state_of(self.op, recipe, amax_group())
         return TensorScaling(state.learn(role, amax, recipe), dtype, state.amax_seen(role))
 
+    def quantize_groups(
+        self, role: str, x: Tensor, ends: Tensor | None, groups: int, *, rows: bool, cols: bool
+    ) -> Codes:
+        """Codes of the rows of groups, as ``kernels.groups`` lays them out.
+
+        A scale of a tensor is one for all groups, but for weights of ``Float8CurrentScaling``, of
+        which each has its own. Weights in squares are laid out as those of one tall matrix.
+
+        Args:
+            role: of ``x``.
+            x: (R, C).
+            ends: where groups end; None for weights, which have R / G rows each.
+            groups: G.
+            rows, cols: which layouts are wanted.
+        """
+        watched = is_watched()
+        wants = {"rows": rows or watched, "cols": cols}
+        codes = self._codes_of_groups(role, x, ends, groups, wants)
+        if watched:
+            self._tell_groups(role, x, codes, groups if role == "weight" else 1)
+        return codes
+
+    def _codes_of_groups(
+        self, role: str, x: Tensor, ends: Tensor | None, groups: int, wants: Any
+    ) -> Codes:
+        recipe, dtype = self.recipe, self.recipe.dtype(role)
+        if isinstance(recipe, Float8RowwiseScaling):
+            return quantize_groups(x, ends, groups, VectorScaling(dtype), **wants)
+        if role == "weight" and isinstance(recipe, Float8BlockScaling):
+            return self._codes(role, x, wants, False, None)
+        scaling = self.given(role)
+        if scaling is None:
+            # Not amax_of(x): what lies behind the last group is nobody's.
+            most, _ = maxima_of_groups(x, ends, groups, rows=True, cols=False)
+            assert most is not None
+            own = role == "weight" and isinstance(recipe, Float8CurrentScaling)
+            parts = most.view(groups if own else 1, -1)
+            amax = parts.amax(1) if len(most) else parts.new_zeros(len(parts))
+            scaling = self.from_amax(role, amax)
+        return quantize_groups(x, ends, groups, scaling, **wants)
+
+    def _tell_groups(self, role: str, x: Tensor, codes: Codes, parts: int) -> None:
+        """Tells who watches of rows, and of each weight."""
+        assert codes.rows is not None
+        assert codes.row_scale is not None
+        size = len(x) // parts
+        for n in range(parts):
+            own, scale = slice(n * size, (n + 1) * size), codes.row_scale
+            if self.recipe.float8_per_tensor_scaling():
+                scale = scale[own][:1]
+            part = Codes(codes.rows[own], scale, None, None, None)
+            tell(self.op, role, x[own], part, x[own].numel())
+
     def weights(
         self,
-        ws: Sequence[Tensor],
+        ws: Tensor | Sequence[Tensor],
         sources: Sequence[Tensor | None],
         kept: KeptWeights | None,
         *,
         rows: bool,
         cols: bool,
-    ) -> list[Codes]:
-        """Of groups; a scale that is kept from call to call is one for all of them.
+    ) -> Codes:
+        """Of groups, as :meth:`quantize_groups` lays them out.
 
-        Args as of :meth:`weight`; weights and parameters of each group.
+        Args as of :meth:`weight`; weights of all groups, (G, N, K) or G of them, and the parameters
+        that they come from.
         """
-        if self.used is None and isinstance(self.recipe, Stateful):
-            state = state_of(self.op, self.recipe, amax_group())
-            if not state.knows("weight"):
-                state.learn("weight", amax_of(torch.cat([amax_of(w) for w in ws])), self.recipe)
-        return [
-            self.weight(w, source, kept, rows=rows, cols=cols, group=n)
-            for n, (w, source) in enumerate(zip(ws, sources))
-        ]
+
+        def codes(rows: bool, cols: bool) -> Codes:
+            w = ws if isinstance(ws, Tensor) else torch.stack(list(ws))
+            whole = w.reshape(-1, w.shape[-1])
+            return self.quantize_groups("weight", whole, None, len(w), rows=rows, cols=cols)
+
+        return self._once(codes, sources, kept, rows=rows, cols=cols)
 
     def weight(
         self,
@@ -236,17 +293,39 @@ class OperandQuantizer(NamedTuple):
             scale: what it is to be multiplied by, where it is stored as codes.
             amax: its largest value, where it is known.
         """
+        return self._once(
+            lambda rows, cols: self._weight(w, scale, amax, rows=rows, cols=cols),
+            (source,), kept, group, rows=rows, cols=cols,
+        )  # fmt: skip
+
+    def _once(
+        self,
+        codes: Callable[[bool, bool], Codes],
+        sources: Sequence[Tensor | None],
+        kept: KeptWeights | None,
+        group: int = 0,
+        *,
+        rows: bool,
+        cols: bool,
+    ) -> Codes:
+        """What ``codes`` makes of parameters, of those layouts; where they are kept, of both."""
+        parameters = [source for source in sources if source is not None]
         # A recording outlives the block, and would read what it kept.
-        if kept is None or source is None or is_recording():
-            return self._weight(w, scale, amax, rows=rows, cols=cols)
+        if kept is None or len(parameters) < len(sources) or not sources or is_recording():
+            return codes(rows, cols)
         key = id(self.op), self.recipe, group
         found = kept.get(key)
-        storage = source.untyped_storage()
-        if found is None or found.source() is not source:
-            codes = self._weight(w, scale, amax, rows=True, cols=True)
-            found = kept[key] = _Kept(weakref.ref(source), source._version, storage, codes)
-        place, was_at = storage_address(storage), storage_address(found.storage)
-        if found.version != source._version or place != was_at:
+        if found is None or any(ref() is not p for ref, p in zip(found.sources, parameters)):
+            found = kept[key] = _Kept(
+                [weakref.ref(source) for source in parameters],
+                [source._version for source in parameters],
+                [source.untyped_storage() for source in parameters],
+                codes(True, True),
+            )
+        places = [storage_address(source.untyped_storage()) for source in parameters]
+        if found.versions != [source._version for source in parameters] or places != [
+            storage_address(storage) for storage in found.storages
+        ]:
             raise QuantizedWeightError(
                 explain(
                     "A weight does not change within keep_quantized_weights",
@@ -334,6 +413,9 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
         codes = _in_small_blocks(recipe, role, rows, None, rows=True, cols=False)
         return dequantized_rows(codes, len(rows)).to(x.dtype).view(x.shape)
     scaling: Scaling
+    if isinstance(recipe, Float8RowwiseScaling):
+        codes = quantize_groups(rows, None, 1, VectorScaling(dtype), rows=True, cols=False)
+        return QuantizedTensor(codes, x.shape, x.dtype).dequantize()
     if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
         scaling = BlockScaling(dtype, _params(recipe, role).power_2_scale)
     else:
@@ -370,18 +452,18 @@ def _params(recipe: Float8BlockScaling | Float8CurrentScaling, role: str) -> QPa
 
 
 class _Kept(NamedTuple):
-    """Codes of a parameter, and what it was when they were made.
+    """Codes of parameters, and what these were when they were made.
 
     Attributes:
-        source: the parameter.
-        version: of its values.
-        storage: of them. ``fully_shard`` frees and fills its memory, but does not replace it.
+        sources: the parameters.
+        versions: of their values.
+        storages: of them. ``fully_shard`` frees and fills their memory, but does not replace it.
         codes: of the values.
     """
 
-    source: weakref.ref[Tensor]
-    version: int
-    storage: torch.UntypedStorage
+    sources: list[weakref.ref[Tensor]]
+    versions: list[int]
+    storages: list[torch.UntypedStorage]
     codes: Codes
 
 

@@ -161,36 +161,20 @@ def test_groups_and_main_grad() -> None:
             t.zero_()
     for own, plain in zip(kept["exact"], kept["torch"]):
         assert error(own, plain.double()) < (1e-5 if own.dtype == torch.float32 else 5e-3)
-    # Of the operation in bf16 forward alone is in bf16; two groups, forward and wgrad, are in fp32.
+    # Of the linear operation alone: its forward is in bf16, what goes to main_grad in fp32.
     dtypes = [dtype for _, dtype, _ in computed]
-    assert (dtypes.count(torch.bfloat16), dtypes.count(torch.float32)) == (1, 5)
+    assert (dtypes.count(torch.bfloat16), dtypes.count(torch.float32)) == (1, 1)
 
 
-@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
-def test_groups_at_once(kind: type[Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that have rows, in one call for forward and one for dgrad; results as one by one."""
-    calls: list[list[tuple[int, ...]]] = []
-
-    def multiply_groups(
-        a: Sequence[GemmOperand], b: Sequence[GemmOperand], dtype: torch.dtype, split: bool
-    ) -> list[Tensor]:
-        calls.append([(*x.codes.shape, y.codes.shape[0]) for x, y in zip(a, b)])
-        return [(values(x) @ values(y).t()).to(dtype) for x, y in zip(a, b)]
-
-    torch.manual_seed(0)
-    grouped = opfuser.GroupedLinear(3, 128, 384)
-    x, sizes = torch.randn(208, 128, requires_grad=True), torch.tensor([16, 0, 192])
-    found = []
-    provider = gemm_providers.find("exact")
-    assert provider is not None
-    for several in (None, multiply_groups):
-        own = provider._replace(multiply_groups=several)
-        monkeypatch.setitem(gemm_providers._providers, "exact", own)
-        with opfuser.autocast(recipe=kind(gemm="exact")):
-            y = opfuser.Sequential(grouped)(x, sizes)
-        found.append((y, *torch.autograd.grad(y.sin().sum(), [x, *grouped.parameters()])))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-    assert calls == [[(128, 128, 384), (256, 128, 384)], [(128, 384, 128), (256, 384, 128)]]
+def test_groups_are_multiplied_by_no_provider() -> None:
+    seq = opfuser.Sequential(opfuser.GroupedLinear(2, 128, 128))
+    x, sizes = torch.randn(48, 128), torch.tensor([16, 32])
+    with opfuser.autocast(recipe=Float8CurrentScaling(gemm="exact")):
+        seq(x, sizes).sum().backward()
+        plan = seq.plan(x, sizes)
+    assert not computed
+    assert [choice.product for choice in plan.gemms] == ["fprop", "dgrad", "wgrad"]
+    assert "torch, because exact refuses: groups of rows are multiplied at once" in str(plan)
 
 
 class Stored(NamedTuple):
@@ -212,32 +196,13 @@ def general_gemm(
     return [(B.values() @ A.values().t()).to(out_dtype)]
 
 
-def general_grouped_gemm(
-    A: list[Stored],
-    B: list[Stored],
-    out: list[Tensor],
-    quantization_params: list[None],
-    out_dtype: torch.dtype,
-    layout: str = "TN",
-    m_splits: list[int] | None = None,
-    use_split_accumulator: bool = False,
-) -> None:
-    assert layout == "TN"
-    assert m_splits == [len(b.data) for b in B]
-    for a, b, y, quantizer in zip(A, B, out, quantization_params, strict=True):
-        assert quantizer is None
-        assert y.dtype == out_dtype
-        y.copy_(b.values() @ a.values().t())
-
-
 def test_operands_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins with its names: one product, and several at once."""
+    """Stand-ins with its names."""
     engine, storage, functions = (ModuleType(name) for name in ("engine", "storage", "functions"))
     formats = SimpleNamespace(kFloat8E4M3="e4m3", kFloat8E5M2="e5m2")
     monkeypatch.setattr(engine, "DType", formats, raising=False)
     monkeypatch.setattr(storage, "Float8TensorStorage", Stored, raising=False)
     monkeypatch.setattr(functions, "general_gemm", general_gemm, raising=False)
-    monkeypatch.setattr(functions, "general_grouped_gemm", general_grouped_gemm, raising=False)
     name = "transformer_engine.pytorch"
     monkeypatch.setitem(sys.modules, name, engine)
     monkeypatch.setitem(sys.modules, f"{name}.tensor.storage.float8_tensor_storage", storage)
@@ -251,12 +216,9 @@ def test_operands_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None
     right = [operand(64, 4.0, torch.float8_e4m3fn), operand(64, 1.0, torch.float8_e4m3fn)]
     provider = gemm_providers.find("te")
     assert provider is not None
-    assert provider.multiply_groups is not None
     want = [values(a) @ values(b).t() for a, b in zip(left, right)]
     one_by_one = [provider.multiply(a, b, torch.float64, True) for a, b in zip(left, right)]
     torch.testing.assert_close(one_by_one, want)
-    at_once = provider.multiply_groups(left, right, torch.float64, True)
-    torch.testing.assert_close(list(at_once), want)
 
 
 @pytest.mark.parametrize("replayable", [False, True])
@@ -356,20 +318,3 @@ def test_other_libraries_on_a_gpu(name: str, kind: type[Recipe], dtype: torch.dt
     assert taken == (wanted if name == "te" or (blocks and bf16) else set())
     for own, plain in zip(found[name], found["torch"]):
         assert error(own, plain.double()) < 1e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
-def test_groups_of_transformer_engine_on_a_gpu(kind: type[Recipe]) -> None:
-    pytest.importorskip("transformer_engine", reason="needs it", exc_type=ImportError)
-    grouped = opfuser.GroupedLinear(3, 256, 384, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(400, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    sizes = torch.tensor([144, 0, 256])
-    found = {}
-    for provider in ("torch", "te"):
-        with opfuser.autocast(recipe=kind(gemm=provider)):
-            y = opfuser.Sequential(grouped)(x, sizes)
-        found[provider] = y, *torch.autograd.grad(y.sum(), [x, *grouped.parameters()])
-    for own, plain in zip(found["te"], found["torch"]):
-        assert error(own, plain.double()) < 1e-2 or not plain.any()

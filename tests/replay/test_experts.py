@@ -11,11 +11,28 @@ from torch import nn
 import opfuser
 from opfuser import gemm
 from opfuser.basic import grouped_linear
+from opfuser.fused.quantized_grouped_linear import QuantizedGroupedLinear
 from opfuser.gemm.row_groups import groups_on_device
 from opfuser.models import MoEConfig, moe_block
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from tests.replay.models import assert_equal, code, count, twin
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+
 BF16 = torch.bfloat16
+RECIPES = (
+    Float8RowwiseScaling(),
+    Float8CurrentScaling(),
+    DelayedScaling(),
+    Float8BlockScaling(),
+)
 
 
 @pytest.fixture
@@ -84,3 +101,51 @@ def test_experts_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     op.weight0 = nn.Parameter(op.weight0.bfloat16())
     monkeypatch.setattr(grouped_linear, "autocast_dtype", lambda device: torch.float16)
     assert not op.replayable
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_other_groups_of_codes_at_every_call(
+    recipe: Recipe, on_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them empty ones; nothing of a call is kept but what its recipe keeps."""
+    if on_device.type == "cpu":
+        monkeypatch.setattr(opfuser.GroupedLinear, "only_launches", True)
+    torch.manual_seed(0)
+    linear = opfuser.GroupedLinear(3, 128, 128, bias=False, device=on_device, dtype=BF16)
+    model = opfuser.Sequential(linear)
+    other = twin(model)
+    for sizes in ([5, 0, 43], [0, 48, 0], [16, 16, 16], [47, 0, 1], [1, 1, 46], [0, 0, 48]):
+        x = torch.randn(48, 128, device=on_device, dtype=BF16)
+        split, results = torch.tensor(sizes, device=on_device), []
+        for m in (model, other):
+            own = x.clone().requires_grad_()
+            with opfuser.autocast(recipe=recipe):
+                y = m(own, split)
+            loss = y.float().square().sum()
+            results.append([y, *torch.autograd.grad(loss, [own, *m.parameters()])])
+        for a, b in zip(*results):
+            assert_equal(a, b)
+    assert code(model) == ""
+    assert count(model) > 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "expected"),
+    [
+        (Float8RowwiseScaling(), {}, True),
+        (Float8RowwiseScaling(), {"dtype": torch.float32}, True),
+        (Float8RowwiseScaling(), {"accumulate_into_main_grad": True}, False),
+        (Float8RowwiseScaling(), {"device": "cpu"}, False),
+        (Float8RowwiseScaling(wgrad="bf16"), {}, True),
+        (Float8RowwiseScaling(wgrad="bf16"), {"dtype": torch.float32}, False),
+        (MXFP8BlockScaling(), {}, False),
+    ],
+    ids=str,
+)
+def test_which_quantised_experts_only_launch_kernels(
+    recipe: Recipe, change: dict[str, Any], expected: bool
+) -> None:
+    how: Any = {"device": "meta", "dtype": BF16, **change}
+    linear = opfuser.GroupedLinear(2, 32, 64, **how)
+    assert QuantizedGroupedLinear(linear=linear, recipe=recipe).replayable == expected

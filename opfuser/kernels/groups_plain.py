@@ -1,0 +1,221 @@
+"""Quantisation of groups of rows to fp8 in plain torch, and products of their codes.
+
+Dimensions, layouts and bits as in :mod:`.groups` and :mod:`.grouped_products`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .quantize_plain import (
+    BLOCK,
+    BlockScaling,
+    Codes,
+    MeasuredScaling,
+    TensorScaling,
+    by_blocks_plain,
+    encode,
+    given_scaling,
+    raise_amax,
+    scale_for_plain,
+)
+
+__all__ = [
+    "GroupScaling",
+    "VectorScaling",
+    "by_blocks_in_groups_plain",
+    "by_vectors_plain",
+    "columns_by_columns_plain",
+    "group_ends_plain",
+    "maxima_plain",
+    "padded_size",
+    "rows_by_matrices_plain",
+]
+
+
+class VectorScaling(NamedTuple):
+    """A scale for each row, and by columns for each column of each group, from largest values.
+
+    Attributes:
+        dtype: of the codes.
+        power_of_two: whether scales are powers of two.
+    """
+
+    dtype: torch.dtype
+    power_of_two: bool = False
+
+
+GroupScaling = TensorScaling | MeasuredScaling | BlockScaling | VectorScaling
+
+
+def padded_size(rows: int, groups: int, uniform: bool) -> int:
+    """P: rows that groups have with padding, or may have at most."""
+    if uniform:
+        return groups * (-(-rows // groups // BLOCK) * BLOCK)
+    return (rows // BLOCK + groups) * BLOCK
+
+
+def group_ends_plain(sizes: Tensor, rows: int) -> Tensor:
+    """As ``groups.group_ends``."""
+    own = sizes.to(torch.int32).clamp_min(0)
+    total = own.cumsum(0, dtype=torch.int32)
+    ends = total.clamp_max(rows)
+    own = ends - (total - own).clamp_max(rows)
+    tiles = (own + (BLOCK - 1)).div(BLOCK, rounding_mode="floor").clamp_min(1)
+    return torch.stack((ends, tiles.cumsum(0, dtype=torch.int32) * BLOCK))
+
+
+def _ends(ends: Tensor | None, x: Tensor, groups: int) -> Tensor:
+    if ends is not None:
+        return ends
+    numbers = torch.arange(1, groups + 1, device=x.device)
+    padded = padded_size(len(x), groups, uniform=True) // groups
+    return torch.stack((numbers * (len(x) // groups), numbers * padded))
+
+
+def _groups_of(ends: Tensor, count: int) -> Tensor:
+    """For each of so many rows the number of its group; past the last group, of that."""
+    numbers = torch.arange(count, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends.contiguous(), numbers, right=True).clamp_(max=len(ends) - 1)
+
+
+def _have_group(ends: Tensor, x: Tensor) -> Tensor:
+    """Which rows are those of a group, (R,)."""
+    return torch.arange(len(x), device=x.device) < ends[0, -1]
+
+
+def _padded(x: Tensor, ends: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """The rows of groups in fp32 with zeros between them (P, C), and which are theirs (P,)."""
+    stops, padded_stops = ends
+    group = _groups_of(padded_stops, padded)
+    # A group lies as much further behind as all groups before it are padded.
+    moved = torch.cat((stops.new_zeros(1), (padded_stops - stops)[:-1]))[group]
+    source = torch.arange(padded, device=x.device) - moved
+    own = source < stops[group]
+    if not len(x):
+        return x.new_zeros(padded, x.shape[1], dtype=torch.float32), own
+    values = x.to(torch.float32)[source.clamp(max=len(x) - 1)]
+    return values.masked_fill_(~own[:, None], 0.0), own
+
+
+def maxima_plain(
+    x: Tensor, ends: Tensor | None, groups: int, rows: bool, cols: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """As ``groups.maxima_of_groups``."""
+    of_rows = of_cols = None
+    ends = _ends(ends, x, groups)
+    if rows:
+        of_rows = x.abs().amax(1).to(torch.float32).masked_fill_(~_have_group(ends, x), 0.0)
+    if cols:
+        lengths = ends[0].diff(prepend=ends.new_zeros(1))
+        how: Any = {"lengths": lengths, "axis": 0, "unsafe": True, "initial": 0.0}
+        of_cols = torch.segment_reduce(x.to(torch.float32).abs(), "max", **how).flatten()
+    return of_rows, of_cols
+
+
+def by_vectors_plain(
+    x: Tensor, ends: Tensor | None, groups: int, scaling: Any, rows: bool, cols: bool
+) -> Codes:
+    """As ``groups.quantize_groups`` without blocks."""
+    dtype, padded = scaling.dtype, padded_size(len(x), groups, ends is None)
+    ends = _ends(ends, x, groups)
+    if isinstance(scaling, VectorScaling):
+        power = scaling.power_of_two
+        amax = maxima_plain(x, ends, groups, rows, cols)
+        of_rows, of_cols = (None if m is None else scale_for_plain(m, dtype, power) for m in amax)
+    else:
+        scale, _, seen = given_scaling(scaling)
+        assert scale is not None
+        raise_amax(seen, x.masked_fill(~_have_group(ends, x)[:, None], 0.0))
+        of_groups = scale.expand(groups)
+        of_rows = of_groups[_groups_of(ends[0], len(x))]
+        of_cols = of_groups.repeat_interleave(x.shape[1])
+    made: list[Tensor | None] = [None] * 4
+    if rows and of_rows is not None:
+        made[:2] = encode(x, of_rows[:, None], dtype), of_rows.reciprocal()
+    if cols and of_cols is not None:
+        values, own = _padded(x, ends, padded)
+        of_each = of_cols.view(groups, -1)[_groups_of(ends[1], padded)]
+        codes = encode(values, of_each, dtype)
+        codes.view(torch.uint8).masked_fill_(~own[:, None], 0)  # also where a scale is NaN
+        made[2:] = codes.t().contiguous(), of_cols.reciprocal()
+    return Codes(*made, None)
+
+
+def by_blocks_in_groups_plain(
+    x: Tensor, ends: Tensor, groups: int, scaling: BlockScaling, rows: bool, cols: bool
+) -> Codes:
+    """As ``groups.quantize_groups`` in blocks."""
+    made: list[Tensor | None] = [None] * 4
+    if rows:
+        codes = by_blocks_plain(x, scaling, True, False, False)
+        assert codes.rows is not None
+        assert codes.row_scale is not None
+        made[:2] = codes.rows[: len(x)], codes.row_scale[:, : len(x)].contiguous()
+    if cols:
+        values, own = _padded(x, ends, padded_size(len(x), groups, uniform=False))
+        codes = by_blocks_plain(values, scaling, False, True, False)
+        assert codes.cols is not None
+        codes.cols.view(torch.uint8).masked_fill_(~own, 0)
+        made[2:] = codes.cols, codes.col_scale
+    return Codes(*made, None)
+
+
+def _in_blocks(codes: Tensor, scale: Tensor) -> Tensor:
+    """Values of codes (M, K) with scales (K / 128, M)."""
+    return (codes.float().unflatten(1, (-1, BLOCK)) * scale.t().unsqueeze(2)).flatten(1)
+
+
+def _in_squares(codes: Tensor, scale: Tensor) -> Tensor:
+    """Values of codes (..., M, K) with scales (..., M / 128, K / 128)."""
+    return codes.float() * scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+
+
+def rows_by_matrices_plain(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    split: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """As ``grouped_products.rows_by_matrices``."""
+    if a.is_meta:
+        return a.new_empty((len(a), b.shape[1]), dtype=dtype) if out is None else out
+    if a_scale.dim() == 2:
+        left, right = _in_blocks(a, a_scale), _in_squares(b, b_scale)
+    else:
+        left, right = a.float() * a_scale[:, None], b.float() * b_scale[:, :, None]
+    y = F.grouped_mm(left, right.transpose(1, 2), offs=ends[0])
+    return y.to(dtype) if out is None else out.copy_(y)
+
+
+def columns_by_columns_plain(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    split: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """As ``grouped_products.columns_by_columns``."""
+    shape = ends.shape[1], len(a), len(b)
+    if a.is_meta:
+        return a.new_empty(shape, dtype=dtype) if out is None else out
+    if a_scale.dim() == 1:
+        y = F.grouped_mm(a.float(), b.float().t(), offs=ends[1])
+        y = y * a_scale.view(-1, len(a), 1) * b_scale.view(-1, 1, len(b))
+    else:
+        blocks = a.shape[1] // BLOCK
+        of_blocks = b_scale.shape == (blocks, len(b))
+        right = _in_blocks(b, b_scale) if of_blocks else _in_squares(b, b_scale[:, :blocks])
+        y = F.grouped_mm(_in_blocks(a, a_scale), right.t(), offs=ends[1])
+    return y.to(dtype) if out is None else out.copy_(y)

@@ -1,0 +1,346 @@
+"""Codes of groups of rows from the definition of the formats, and products against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser.kernels.grouped_products import columns_by_columns, rows_by_matrices
+from opfuser.kernels.groups import VectorScaling, group_ends, quantize_groups
+from opfuser.kernels.quantize import (
+    BlockScaling,
+    Codes,
+    MeasuredScaling,
+    TensorScaling,
+    quantize_by_squares,
+)
+from tests.kernels.codes import FORMATS, NAN_CODE, assert_scales, expected, expected_scale, inverse
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+E4M3, E5M2 = FORMATS
+SIZES = {
+    "balanced": [128, 128, 128],
+    "uneven": [5, 0, 130, 1, 33],
+    "skewed": [300, 2, 16],
+    "one expert": [0, 0, 260, 0],
+    "no rows": [0, 0],
+    "one group": [7],
+}
+each_routing = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+NAN = float("nan")
+
+
+def matrix(rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows and columns of various sizes, so that no two have one scale."""
+    x = torch.randn(rows, cols) * torch.randn(rows, 1).exp() * torch.randn(cols).exp()
+    return x.to(device, dtype)
+
+
+def ends_of(sizes: list[int], device: torch.device) -> Tensor:
+    return group_ends(torch.tensor(sizes, device=device), sum(sizes))
+
+
+def bounds(sizes: list[int]) -> list[tuple[slice, slice]]:
+    """Where each group lies, among its rows and where groups are padded."""
+    stops = list(itertools.accumulate(sizes))
+    padded = list(itertools.accumulate(max(1, -(-size // 128)) * 128 for size in sizes))
+    return [
+        (slice(a, b), slice(c, d))
+        for a, b, c, d in zip([0, *stops], stops, [0, *padded], padded)
+    ]
+
+
+def bits_of(codes: Tensor) -> Tensor:
+    found = codes.cpu()
+    return torch.where(found.float().isnan(), NAN_CODE, found.view(torch.uint8))
+
+
+def scale_for(values: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """Of the largest value along the last dimension."""
+    most = values.abs().amax(-1) if values.shape[-1] else values.new_zeros(values.shape[:-1])
+    scales = [expected_scale(m.item(), dtype, power_of_two) for m in most.flatten()]
+    return torch.tensor(scales, dtype=torch.float32).view(most.shape)
+
+
+def check_vectors(x: Tensor, made: Codes, sizes: list[int], scaling: VectorScaling) -> None:
+    values, (dtype, power) = x.cpu().float(), scaling
+    if made.rows is not None:
+        assert made.row_scale is not None
+        assert made.rows.shape == x.shape
+        s = scale_for(values, dtype, power)
+        assert_scales(made.row_scale, inverse(s))
+        assert torch.equal(bits_of(made.rows), expected(values, s[:, None], dtype))
+    if made.cols is not None:
+        assert made.col_scale is not None
+        assert made.cols.shape[1] % 128 == 0
+        scales = []
+        for at, padded in bounds(sizes):
+            s = scale_for(values[at].t(), dtype, power)
+            scales.append(inverse(s))
+            bits = bits_of(made.cols)[:, padded]
+            size = at.stop - at.start
+            assert torch.equal(bits[:, :size], expected(values[at].t(), s[:, None], dtype))
+            assert not bits[:, size:].any()
+        assert_scales(made.col_scale, torch.cat(scales))
+
+
+@each_routing
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_where_groups_end(sizes: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    found = group_ends(torch.tensor(sizes, device=device, dtype=dtype), sum(sizes))
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[at.stop for at in row] for row in zip(*bounds(sizes))]
+
+
+def test_groups_stay_within_their_rows(device: torch.device) -> None:
+    """Sizes on a GPU are not checked: whatever they are, no kernel leaves its tensors."""
+    found = group_ends(torch.tensor([3, -5, 200, 7, 1], device=device), 150)
+    assert found.tolist() == [[3, 3, 150, 150, 150], [128, 256, 512, 640, 768]]
+
+
+@each_routing
+@pytest.mark.parametrize(
+    ("features", "source", "scaling"),
+    [
+        (16, torch.float32, VectorScaling(E4M3)),
+        (48, torch.bfloat16, VectorScaling(E5M2)),
+        (128, torch.bfloat16, VectorScaling(E4M3, power_of_two=True)),
+        (208, torch.float16, VectorScaling(E4M3)),
+    ],
+    ids=str,
+)
+def test_a_scale_for_each_row_and_column(
+    sizes: list[int],
+    features: int,
+    source: torch.dtype,
+    scaling: VectorScaling,
+    device: torch.device,
+) -> None:
+    x, ends = matrix(sum(sizes), features, device, source), ends_of(sizes, device)
+    for rows, cols in ((True, True), (True, False), (False, True)):
+        made = quantize_groups(x, ends, len(sizes), scaling, rows=rows, cols=cols)
+        assert [t is not None for t in made] == [rows, rows, cols, cols, False]
+        check_vectors(x, made, sizes, scaling)
+
+
+def test_rows_that_are_not_finite_or_zero(device: torch.device) -> None:
+    """Each spoils its own row and, by columns, those of its group that hold it."""
+    sizes = [3, 2]
+    x = torch.randn(5, 32)
+    x[0], x[1, 4], x[3, 7] = 0.0, NAN, float("inf")
+    made = quantize_groups(
+        x.to(device), ends_of(sizes, device), 2, VectorScaling(E4M3), rows=True, cols=True
+    )
+    check_vectors(x, made, sizes, VectorScaling(E4M3))
+    assert made.row_scale is not None
+    assert made.row_scale.isnan().tolist() == [False, True, False, True, False]
+    assert made.col_scale is not None
+    assert made.col_scale.isnan().nonzero().flatten().tolist() == [4, 32 + 7]
+
+
+@each_routing
+@pytest.mark.parametrize("measured", [False, True])
+def test_one_scale_is_that_of_every_row(
+    sizes: list[int], measured: bool, device: torch.device
+) -> None:
+    x, ends = matrix(sum(sizes), 80, device, torch.bfloat16), ends_of(sizes, device)
+    most = torch.full((1,), 3.0, device=device)
+    seen = torch.zeros(1, device=device)
+    scaling: Any = MeasuredScaling(most, E5M2) if measured else TensorScaling(most, E5M2, seen)
+    made = quantize_groups(x, ends, len(sizes), scaling, rows=True, cols=True)
+    s = torch.tensor(expected_scale(3.0, E5M2, False)) if measured else torch.tensor(3.0)
+    assert made.rows is not None
+    assert made.cols is not None
+    bits = expected(x, s, E5M2)
+    assert torch.equal(bits_of(made.rows), bits)
+    assert_scales(made.row_scale, inverse(s).expand(len(x)).contiguous())
+    assert_scales(made.col_scale, inverse(s).expand(len(sizes) * 80).contiguous())
+    for at, padded in bounds(sizes):
+        found = bits_of(made.cols)[:, padded]
+        assert torch.equal(found[:, : at.stop - at.start], bits[at].t())
+        assert not found[:, at.stop - at.start :].any()
+    if not measured:
+        assert seen.item() == (x.abs().max().item() if len(x) else 0)
+
+
+@pytest.mark.parametrize("rows", [16, 128, 144])
+@pytest.mark.parametrize("scales", ["vectors", "own", "one"])
+def test_matrices_of_one_size_need_no_ends(rows: int, scales: str, device: torch.device) -> None:
+    """Weights of all groups, one below the other: each has its scale, or its scales."""
+    count, features = 3, 48
+    x, sizes = matrix(count * rows, features, device, torch.bfloat16), [rows] * count
+    if scales == "vectors":
+        made = quantize_groups(x, None, count, VectorScaling(E4M3), rows=True, cols=True)
+        check_vectors(x, made, sizes, VectorScaling(E4M3))
+        return
+    own = torch.tensor([1.0, 2.0, 4.0] if scales == "own" else [2.0], device=device)
+    made = quantize_groups(x, None, count, TensorScaling(own, E4M3), rows=True, cols=True)
+    s = own.cpu().expand(count).repeat_interleave(rows)
+    assert made.rows is not None
+    assert made.cols is not None
+    bits = expected(x, s[:, None], E4M3)
+    assert torch.equal(bits_of(made.rows), bits)
+    assert_scales(made.row_scale, inverse(s))
+    assert_scales(made.col_scale, inverse(own.cpu().expand(count).repeat_interleave(features)))
+    assert made.cols.shape == (features, count * -(-rows // 128) * 128)
+    for at, padded in bounds(sizes):
+        assert torch.equal(bits_of(made.cols)[:, padded][:, :rows], bits[at].t())
+
+
+@each_routing
+@pytest.mark.parametrize(
+    "scaling",
+    [BlockScaling(E4M3), BlockScaling(E4M3, power_of_two=False), BlockScaling(E4M3, True, True)],
+    ids=str,
+)
+def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -> None:
+    x, ends = matrix(sum(sizes), 256, device, torch.bfloat16), ends_of(sizes, device)
+    made = quantize_groups(x, ends, len(sizes), scaling, rows=True, cols=True)
+    values, (dtype, power, squares) = x.cpu().float(), scaling
+    assert made.rows is not None
+    assert made.cols is not None
+    assert made.col_scale is not None
+    blocks = values.unflatten(1, (-1, 128))
+    s = scale_for(blocks, dtype, power)
+    assert_scales(made.row_scale, inverse(s.t().contiguous()))
+    assert torch.equal(bits_of(made.rows), expected(blocks, s[:, :, None], dtype).flatten(1))
+    for at, padded in bounds(sizes):
+        own = torch.zeros(padded.stop - padded.start, 256)
+        own[: at.stop - at.start] = values[at]
+        found = bits_of(made.cols)[:, padded]
+        for n, block in enumerate(own.split(128), padded.start // 128):
+            here = slice(128 * n - padded.start, 128 * (n + 1) - padded.start)
+            if squares:
+                s = scale_for(block.t().reshape(2, -1), dtype, power)
+                got, each = made.col_scale[:, n], s.repeat_interleave(128)
+            else:
+                each = s = scale_for(block.t(), dtype, power)
+                got = made.col_scale[n]
+            assert_scales(got.contiguous(), inverse(s))
+            assert torch.equal(found[:, here], expected(block.t(), each[:, None], dtype))
+
+
+def of_rows(codes: Tensor, scale: Tensor) -> Tensor:
+    """Values of codes (M, K) with scales (M,), or (K / 128, M), in float64."""
+    values = codes.cpu().double()
+    if scale.dim() == 1:
+        return values * scale.cpu().double()[:, None]
+    return (values.unflatten(1, (-1, 128)) * scale.cpu().double().t()[:, :, None]).flatten(1)
+
+
+def of_squares(codes: Tensor, scale: Tensor) -> Tensor:
+    """Values of codes (M, K) with scales (M / 128, at least K / 128), in float64."""
+    rows, cols = codes.shape[0] // 128, codes.shape[1] // 128
+    each = scale.cpu().double()[:rows, :cols].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return codes.cpu().double() * each
+
+
+def assert_product(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Sums in fp32, rounded once."""
+    assert got.dtype == dtype
+    eps = max(torch.finfo(dtype).eps, 2**-21)
+    scale = want.abs().max().item() if want.numel() else 1.0
+    torch.testing.assert_close(got.cpu().double(), want, rtol=eps, atol=eps * scale)
+
+
+@each_routing
+@pytest.mark.parametrize(
+    ("n", "k", "dtype", "formats", "split"),
+    [
+        (16, 48, torch.bfloat16, (E4M3, E4M3), False),
+        (144, 272, torch.float32, (E5M2, E4M3), True),
+        (128, 128, torch.float16, (E4M3, E4M3), True),
+    ],
+    ids=str,
+)
+def test_products_of_vectors(
+    sizes: list[int],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    formats: tuple[torch.dtype, torch.dtype],
+    split: bool,
+    device: torch.device,
+) -> None:
+    count, ends = len(sizes), ends_of(sizes, device)
+    x, dy, w = (matrix(rows, cols, device) for rows, cols in
+                ((sum(sizes), k), (sum(sizes), n), (count * n, k)))  # fmt: skip
+    both: Any = {"rows": True, "cols": True}
+    xq, wq = (
+        quantize_groups(t, at, count, VectorScaling(formats[1]), **both)
+        for t, at in ((x, ends), (w, None))
+    )
+    dyq = quantize_groups(dy, ends, count, VectorScaling(formats[0]), **both)
+    for codes in (xq, dyq, wq):
+        assert None not in codes[:4]
+    of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)  # type: ignore[arg-type]
+
+    padded = wq.cols.shape[1] // count  # type: ignore[union-attr]
+    b: Any = wq.rows.view(count, n, k)  # type: ignore[union-attr]
+    bt: Any = wq.cols.view(k, count, padded)[:, :, :n].transpose(0, 1)  # type: ignore[union-attr]
+    given: Any = (
+        (xq.rows, b, xq.row_scale, wq.row_scale.view(count, n)),  # type: ignore[union-attr]
+        (dyq.rows, bt, dyq.row_scale, wq.col_scale.view(count, k)),  # type: ignore[union-attr]
+        (dyq.cols, xq.cols, dyq.col_scale, xq.col_scale),
+    )
+    y = rows_by_matrices(*given[0], ends, dtype, split=split)
+    dx = rows_by_matrices(*given[1], ends, dtype, split=split)
+    dw = columns_by_columns(*given[2], ends, dtype, split=split)
+    assert (y.shape, dx.shape, dw.shape) == ((len(x), n), (len(x), k), (count, n, k))
+    for g, (at, of_cols) in enumerate(bounds(sizes)):
+        wg = of_rows(b[g], given[0][3][g])
+        assert_product(y[at], of_x[at] @ wg.t(), dtype)
+        assert_product(dx[at], of_dy[at] @ of_rows(bt[g], given[1][3][g]).t(), dtype)
+        left = of_rows(dyq.cols[:, of_cols], dyq.col_scale.view(count, n)[g])  # type: ignore[index,union-attr]
+        right = of_rows(xq.cols[:, of_cols], xq.col_scale.view(count, k)[g])  # type: ignore[index,union-attr]
+        assert_product(dw[g], left @ right.t(), dtype)
+
+
+@each_routing
+@pytest.mark.parametrize("squares", [False, True])
+def test_products_of_blocks(sizes: list[int], squares: bool, device: torch.device) -> None:
+    n, k, count, dtype = 128, 384, len(sizes), torch.float32
+    ends = ends_of(sizes, device)
+    x, dy = matrix(sum(sizes), k, device), matrix(sum(sizes), n, device)
+    w = matrix(count * n, k, device)
+    both: Any = {"rows": True, "cols": True}
+    xq: Any = quantize_groups(x, ends, count, BlockScaling(E4M3, True, squares), **both)
+    dyq: Any = quantize_groups(dy, ends, count, BlockScaling(E4M3), **both)
+    wq: Any = quantize_by_squares(w, E4M3, **both)
+    b, bt = wq.rows.view(count, n, k), wq.cols.view(k, count, n).transpose(0, 1)
+    scale = wq.row_scale[:, : k // 128].view(count, n // 128, k // 128)
+    scale_t = wq.col_scale[:, : count * n // 128].view(k // 128, count, n // 128).transpose(0, 1)
+    y = rows_by_matrices(xq.rows, b, xq.row_scale, scale, ends, dtype, split=True)
+    dx = rows_by_matrices(dyq.rows, bt, dyq.row_scale, scale_t, ends, dtype, split=True)
+    dw = columns_by_columns(
+        dyq.cols, xq.cols, dyq.col_scale, xq.col_scale, ends, dtype, split=True
+    )
+    of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)
+    for g, (at, padded) in enumerate(bounds(sizes)):
+        wg = of_squares(b[g], scale[g])
+        assert_product(y[at], of_x[at] @ wg.t(), dtype)
+        assert_product(dx[at], of_dy[at] @ wg, dtype)
+        blocks = slice(padded.start // 128, padded.stop // 128)
+        left = of_rows(dyq.cols[:, padded], dyq.col_scale[blocks])
+        if squares:
+            right = of_squares(xq.cols[:, padded], xq.col_scale[:, blocks])
+        else:
+            right = of_rows(xq.cols[:, padded], xq.col_scale[blocks])
+        assert_product(dw[g], left @ right.t(), dtype)
+
+
+def test_results_in_given_memory(device: torch.device) -> None:
+    sizes = [3, 0, 5]
+    ends, x, w = ends_of(sizes, device), matrix(8, 32, device), matrix(48, 32, device)
+    scaling = VectorScaling(E4M3)
+    xq: Any = quantize_groups(x, ends, 3, scaling, rows=True, cols=True)
+    wq: Any = quantize_groups(w, None, 3, scaling, rows=True, cols=False)
+    given = xq.rows, wq.rows.view(3, 16, 32), xq.row_scale, wq.row_scale.view(3, 16), ends
+    out = torch.full((8, 16), NAN, device=device)
+    assert rows_by_matrices(*given, torch.float32, split=True, out=out) is out
+    torch.testing.assert_close(out, rows_by_matrices(*given, torch.float32, split=True))

@@ -1,0 +1,218 @@
+"""Groups whose sizes only the device knows: nothing reads them, and nothing is done for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opfuser
+from opfuser import GroupedLinear
+from opfuser.kernels import grouped_products
+from opfuser.kernels.groups import group_ends
+from opfuser.kernels.launch import recorded
+from opfuser.quantization.quantizers import OperandQuantizer
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    Float8RowwiseScaling,
+    Format,
+    Recipe,
+)
+from tests.quantization.test_values import error
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+
+RECIPES: tuple[Recipe, ...] = (
+    Float8RowwiseScaling(),
+    Float8RowwiseScaling(fp8_format=Format.HYBRID),
+    Float8CurrentScaling(),
+    DelayedScaling(),
+    Float8PredictedScaling(),
+    Float8BlockScaling(),
+    Float8BlockScaling(wgrad_x_block_scaling_dim=1),
+)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+STACKED = pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+META, BF16 = torch.device("meta"), torch.bfloat16
+
+
+class Operators(TorchDispatchMode):
+    """Notes what torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def a_step(op: GroupedLinear, recipe: Recipe, groups: int) -> tuple[list[str], list[str]]:
+    """Launches and operators of the second of two steps without data, in which nothing is read."""
+    x = torch.empty(256, 128, device=META, dtype=BF16, requires_grad=True)
+    sizes = torch.empty(groups, device=META, dtype=torch.int64)
+    for _ in range(2):
+        # Entered first: a region may update the scales of operations of other tests.
+        with opfuser.autocast(recipe=recipe), recorded(only_meta=True) as launches:
+            with Operators() as operators:
+                y = op(x, sizes)
+                torch.autograd.grad(y, [x, *op.parameters()], torch.empty_like(y))
+    assert y.shape == (256, 256)
+    return [launch.launch.name for launch in launches], operators.names
+
+
+@each_recipe
+@STACKED
+def test_no_size_is_read_and_no_launch_is_that_of_a_group(recipe: Recipe, single: bool) -> None:
+    """Tensors without data raise an error where the host reads one."""
+    found = []
+    for groups in (2, 62):  # of blocks so many that none needs scales of padding
+        op = GroupedLinear(
+            groups, 128, 256, bias=False, device=META, dtype=BF16, single_grouped_weight=single
+        )
+        launches, operators = a_step(op, recipe, groups)
+        views = {"aten.unbind.int", "aten.detach.default", "aten.alias.default"}
+        found.append((launches, [name for name in operators if name not in views]))
+    assert found[0] == found[1]
+    launches, operators = found[0]
+    assert "aten._local_scalar_dense.default" not in operators
+    products = [name for name in launches if name.startswith("grouped_products")]
+    assert products == [
+        "grouped_products:rows_by_matrices",
+        "grouped_products:rows_by_matrices",
+        "grouped_products:columns_by_columns",
+    ]
+    assert launches.count("groups:ends") == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Float8RowwiseScaling(), 3),
+        (DelayedScaling(fp8_format=Format.E4M3), 3),
+        (Float8CurrentScaling(fp8_format=Format.E4M3), 3),
+        (DelayedScaling(), 1),  # no gradients in E5M2
+        (Float8BlockScaling(), 0),
+    ],
+    ids=str,
+)
+def test_what_the_grouped_gemm_of_torch_is_given(
+    recipe: Recipe, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its meta function checks dtypes, layouts, strides and numbers of scales."""
+    calls: list[dict[str, Any]] = []
+    multiply = torch._scaled_grouped_mm
+
+    def noted(*args: Tensor, **how: Any) -> Tensor:
+        calls.append(how)
+        return multiply(*args, **how)
+
+    def takes(device: torch.device, *dtypes: torch.dtype) -> bool:
+        return dtypes == (torch.float8_e4m3fn, torch.float8_e4m3fn, BF16)
+
+    monkeypatch.setattr(grouped_products.internals, "scaled_grouped_mm", noted)
+    monkeypatch.setattr(grouped_products, "takes_scaled_grouped_mm", takes)
+    op = GroupedLinear(4, 128, 256, bias=False, device=META, dtype=BF16)
+    a_step(op, recipe, 4)
+    assert len(calls) == 2 * expected
+    # Only forward leaves the rounding of sums to the GPU.
+    assert [how["use_fast_accum"] for how in calls[:expected]] == [True, False, False][:expected]
+    assert all(how["offs"].shape == (4,) and how["offs"].is_contiguous() for how in calls)
+
+
+def test_which_gpus_have_the_grouped_gemm_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = grouped_products.takes_scaled_grouped_mm.__wrapped__
+    e4m3, e5m2, cuda = torch.float8_e4m3fn, torch.float8_e5m2, torch.device("cuda", 0)
+    for capability, expected in (((9, 0), True), ((8, 9), False), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
+        assert takes(cuda, e4m3, e4m3, BF16) is expected
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not takes(cuda, e5m2, e4m3, BF16)
+    assert not takes(cuda, e4m3, e4m3, torch.float32)
+    assert not takes(META, e4m3, e4m3, BF16)
+    monkeypatch.setattr(grouped_products.internals, "scaled_grouped_mm", None)
+    assert not takes(cuda, e4m3, e4m3, BF16)
+
+
+def rounded(t: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """What FP8 keeps of a matrix whose amax along ``dim`` fits best."""
+    if not t.numel():
+        return t.double()
+    top = torch.finfo(dtype).max
+    amax = t.float().abs().amax(dim, keepdim=True)
+    scale = torch.where(amax == 0, 1.0, torch.tensor(top) / amax)
+    return (t.float() * scale).clamp(-top, top).to(dtype).double() / scale
+
+
+@STACKED
+@pytest.mark.parametrize("format_", [Format.E4M3, Format.HYBRID])
+@pytest.mark.parametrize("sizes", [[5, 0, 130], [96, 96, 96], [0, 1, 0], [0, 0, 0]], ids=str)
+def test_a_scale_for_each_row(sizes: list[int], format_: Format, single: bool) -> None:
+    """Output and gradients are those of the rounded operands, in float64."""
+    torch.manual_seed(0)
+    recipe = Float8RowwiseScaling(fp8_format=format_)
+    op = GroupedLinear(3, 48, 80, scale_bias=True, single_grouped_weight=single)
+    with torch.no_grad():
+        for p in op.parameters():
+            p.normal_().mul_(torch.randn(p.shape[-1]).exp())
+    rows = sum(sizes)
+    x = (torch.randn(rows, 48) * torch.randn(rows, 1).exp()).requires_grad_()
+    scales, dy = torch.rand(rows, requires_grad=True), torch.randn(rows, 80)
+    with opfuser.autocast(recipe=recipe):
+        y = op(x, torch.tensor(sizes), scales)
+    dx, ds, *dp = torch.autograd.grad(y, [x, scales, *op.parameters()], dy)
+    weights = [p for name, p in op.named_parameters() if name.startswith("weight")]
+    biases = [p for name, p in op.named_parameters() if name.startswith("bias")]
+    ws, bs = (list(weights[0]) if single else weights), biases
+    dws, dbs = (list(dp[0]) if single else dp[:3]), dp[-3:]
+    of_x, of_dy = torch.float8_e4m3fn, format_.backward
+    at = 0
+    for g, size in enumerate(sizes):
+        part = slice(at, at + size)
+        at += size
+        xs, ds_, w, s = x[part].detach(), dy[part], ws[g].detach(), scales[part].detach()
+        b = bs[g].detach().double()
+        want_y = rounded(xs, 1, of_x) @ rounded(w, 1, of_x).t() + s.double()[:, None] * b
+        assert error(y[part].detach(), want_y) < 1e-6
+        assert error(dx[part], rounded(ds_, 1, of_dy) @ rounded(w, 0, of_x)) < 1e-6
+        assert error(dws[g], rounded(ds_, 0, of_dy).t() @ rounded(xs, 0, of_x)) < 1e-6
+        assert error(dbs[g], (ds_.double() * s.double()[:, None]).sum(0)) < 1e-6
+        assert error(ds[part], ds_.double() @ b) < 1e-6
+
+
+def test_other_linear_operations_compute_without_it() -> None:
+    seq = opfuser.Sequential(opfuser.Linear(32, 32), GroupedLinear(2, 32, 32))
+    x, sizes = torch.randn(5, 32), torch.tensor([2, 3])
+    with opfuser.autocast(recipe=Float8RowwiseScaling()):
+        plan = seq.plan(x, sizes)
+    assert plan.quantized == (2,)
+    assert "NO_RECIPE: Float8RowwiseScaling is for groups of rows" in str(plan)
+    linear = opfuser.Sequential(opfuser.Linear(32, 32))
+    with opfuser.autocast(recipe=Float8RowwiseScaling()):
+        y = linear(x)
+    torch.testing.assert_close(y, linear(x), rtol=0, atol=0)
+
+
+def test_rows_behind_the_last_group_have_no_part_in_scales() -> None:
+    """They are nobody's: as a buffer of fixed capacity has them, their values may be anything."""
+    x = torch.randn(200, 64)
+    x[150:] = float("nan")
+    ends = group_ends(torch.tensor([50, 100]), 200)
+    quantizer = OperandQuantizer(GroupedLinear(2, 64, 64), Float8CurrentScaling())
+    codes = quantizer.quantize_groups("input", x, ends, 2, rows=True, cols=True)
+    alone = quantizer.quantize_groups("input", x[:150], ends, 2, rows=True, cols=True)
+    assert codes.rows is not None
+    assert alone.rows is not None
+    assert codes.cols is not None
+    assert alone.cols is not None
+    assert torch.equal(codes.rows[:150].view(torch.uint8), alone.rows.view(torch.uint8))
+    assert torch.equal(
+        codes.cols[:, :256].view(torch.uint8), alone.cols[:, :256].view(torch.uint8)
+    )
