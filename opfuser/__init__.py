@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import async_tensor_parallel, basic, events, gemm_providers, recipe
+from . import basic, events, gemm_providers, recipe
 from .attention.cache import KVCache
 from .basic.lora_linear import LoRAAdapter
 from .engine.plan import FusionRecord, Plan, Step
@@ -77,7 +77,6 @@ __all__ = [
     "Sequential",
     "Step",
     "apply",
-    "async_tensor_parallel",
     "autocast",
     "can_fuse",
     "disable",
@@ -120,6 +119,7 @@ _LATER = {
 }
 _LATER_MODULES = (
     "applying",
+    "async_tensor_parallel",
     "expectations",
     "hf",
     "integrations",

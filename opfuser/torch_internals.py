@@ -449,13 +449,6 @@ def mark_dynamic(t: Tensor, dim: int) -> None:
     import_module("torch._dynamo").maybe_mark_dynamic(t, dim)
 
 
-@cache
-def symmetric_memory() -> Any:
-    """Torch's operators of symmetric memory, which are there once their module is imported."""
-    import_module("torch.distributed._symmetric_memory")
-    return torch.ops.symm_mem
-
-
 # Modules.
 
 _GLOBAL_HOOKS = "forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"

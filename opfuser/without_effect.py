@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-__all__ = ["WgradOverlap", "overlap_wgrad"]
+__all__ = ["Overlap", "WgradOverlap", "choose", "names", "overlap_wgrad", "register"]
 
 
 class WgradOverlap:
@@ -26,3 +27,25 @@ class WgradOverlap:
 def overlap_wgrad(module: Any, stream: Any = None) -> WgradOverlap:
     """Leaves the gradients of weights in ``module`` on the stream of the backward pass."""
     return WgradOverlap()
+
+
+class Overlap(NamedTuple):
+    """Functions that are not called."""
+
+    name: str
+    refuses: Callable[..., str | None]
+    gather_multiply: Callable[..., Any]
+    multiply_scatter: Callable[..., Any]
+
+
+def choose(name: str, group: Any = None) -> None:
+    """Leaves collectives before and behind the products of a group."""
+
+
+def names() -> list[str]:
+    """What a group may choose."""
+    return ["torch"]
+
+
+def register(provider: Overlap) -> None:
+    """Forgets the provider."""

@@ -36,10 +36,7 @@ from benchmarks.gpu.distributed_setting import (
 from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
 from benchmarks.gpu.problem import OURS, REFERENCE
 from benchmarks.gpu.torch_models import Parts, share
-from opfuser import async_tensor_parallel
 from opfuser.models import DecoderConfig
-
-OVERLAPPED = f"{OURS}, symm_mem"
 
 
 def tensor_parallel(setting: Setting) -> Contest:
@@ -83,15 +80,9 @@ def tensor_parallel(setting: Setting) -> Contest:
         stack = nn.Sequential(*(planned_layer(one, local, length, mesh) for one in sources()))
         return trained(stack, sums=False)
 
-    def ours(provider: str = "torch") -> Training:
+    def ours() -> Training:
         made = (our_parallel_layer(whole, local, of_rank(one, whole)) for one in sources())
-        training = trained(opfuser.Sequential(*made))
-
-        def loss() -> Tensor:
-            async_tensor_parallel.choose(provider)  # which the other contestant has not chosen
-            return training.loss()
-
-        return training._replace(loss=loss)
+        return trained(opfuser.Sequential(*made))
 
     def engine() -> Training:
         kind = LayerKind(whole.num_heads, EPS, rotary_length=length, gated=True)
@@ -109,8 +100,6 @@ def tensor_parallel(setting: Setting) -> Contest:
         return trained(nn.Sequential(*made), dim=1)
 
     entries = [Entry(REFERENCE, in_torch), Entry(OURS, ours)]
-    if not setting.tiny:  # a CPU has no symmetric memory
-        entries.append(Entry(OVERLAPPED, lambda: ours("symm_mem")))
     if peers.installed(peers.TE):
         entries.append(Entry(peers.TE, engine))
     size = {"layers": layers, "dim": whole.dim, "batch": ranks, "length": length}

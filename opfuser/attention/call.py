@@ -109,7 +109,6 @@ class Kernel(NamedTuple):
         grouped: whether it takes fewer key heads than query heads.
         reads_output: whether its backward reads the output.
         has_sinks: whether it computes sinks itself; :mod:`.sinks` adds them to others.
-        by_name: whether it is taken only where it is asked for.
         prepare: for heads, call and whether backward will run, does what has to be done once for
             calls of their kind, such as compiling; returns why the kernel cannot take them, or
             None.
@@ -121,7 +120,6 @@ class Kernel(NamedTuple):
     grouped: bool = True
     reads_output: bool = True
     has_sinks: bool = False
-    by_name: bool = False
     prepare: Callable[[Heads, Call, bool], str | None] | None = None
 
 

@@ -22,7 +22,6 @@ from .call import Call, Heads, Kernel, Request, request_of
 from .flash_attn import FLASH_ATTN
 from .flex_kernel import FLEX
 from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
-from .te import TE
 
 __all__ = [
     "KERNELS",
@@ -36,8 +35,8 @@ __all__ = [
     "like",
 ]
 
-# In order of preference, but for those taken by name only. Among cuDNN, flash and efficient torch
-# has one of its own, which counts where its scaled_dot_product_attention could be called.
+# In order of preference. Among cuDNN, flash and efficient torch has one of its own, which counts
+# where its scaled_dot_product_attention could be called.
 KERNELS: dict[str, Kernel] = {
     "cudnn": CUDNN,
     "flash": FLASH,
@@ -46,7 +45,6 @@ KERNELS: dict[str, Kernel] = {
     "flash_attn": FLASH_ATTN,
     "flex": FLEX,
     "blockwise": BLOCKWISE,
-    "te": TE,
 }
 _BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
 
@@ -124,7 +122,7 @@ def _find(request: Request, forced: str | None, without: tuple[str, ...] = ()) -
         if reason is None:
             return forced
         raise _refused(forced, reason)
-    left = [name for name in _candidates() if name not in without]
+    left = [name for name in KERNELS if name not in without]
     return next(name for name in left if KERNELS[name].refusal(request) is None)
 
 
@@ -136,11 +134,6 @@ def _refused(forced: str, reason: str) -> NotSupportedError:
             remedy="With kernel=None one that takes it is chosen",
         )
     )
-
-
-def _candidates() -> list[str]:
-    """The names of kernels that are taken without being asked for, in order of preference."""
-    return [name for name, kernel in KERNELS.items() if not kernel.by_name]
 
 
 @internals.constant_result
@@ -240,7 +233,7 @@ def explained(request: Request, kernel: str) -> Choice:
     if kernel == context_parallel.NAME:
         return Choice(kernel)
     passed: list[tuple[str, str]] = []
-    for name in [] if KERNELS[kernel].by_name else _candidates():
+    for name in KERNELS:
         if name == kernel:
             break
         reason = _refusal(name, request) or _unprepared.get((name, request))
@@ -291,8 +284,8 @@ def foreseen(request: Request, forced: str | None) -> str:
         text = f"attention by {forced}, which is asked for by name"
         return text if reason is None else f"{text} but refuses: {reason}"
     reasons: dict[str, list[str]] = {}
-    for name in _candidates():
-        reasons.setdefault(KERNELS[name].refusal(request) or "", []).append(name)
+    for name, kernel in KERNELS.items():
+        reasons.setdefault(kernel.refusal(request) or "", []).append(name)
     possible = " or ".join(reasons.pop(""))
     text = "; ".join(f"not {', '.join(names)}: {why}" for why, names in reasons.items())
     return f"attention by {possible}, as sizes and keywords allow" + (f"; {text}" if text else "")

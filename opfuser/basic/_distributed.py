@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..async_tensor_parallel import Overlap, chosen
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..recording import assume, seen_whole
 
@@ -22,7 +21,6 @@ __all__ = [
     "gather_input",
     "gather_output_grad",
     "group_size",
-    "overlap_of",
     "reduce_input_grad",
     "reduce_output",
     "reduce_scatter",
@@ -315,20 +313,6 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> 
 
 def _named(dim: int) -> str:
     return f"dimension {dim}" if dim else "the first dimension"
-
-
-def overlap_of(x: Tensor, sharding: LinearSharding, *, scatters: bool) -> Overlap | None:
-    """Who computes the product of ``x`` with its collective, if its group has chosen so.
-
-    Args:
-        x: of this rank, input in forward, gradient of the output in backward.
-        sharding: of the operation; only with sequence parallelism there is a choice.
-        scatters: whether the rows of the product are scattered, and so must be a multiple of the
-            group size: where they are not, the scatter says so.
-    """
-    if not sharding.sequence_parallel or (scatters and x.dim() and x.shape[0] % sharding.ranks):
-        return None
-    return chosen(x, sharding.group)
 
 
 def gather_input(x: Tensor, sharding: LinearSharding) -> Tensor:

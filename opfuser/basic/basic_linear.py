@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import gemm
-from ..async_tensor_parallel import gather_multiply, multiply_scatter
 from ..context import COMPUTE_DTYPES
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..fusion import Env, Refusal
@@ -25,7 +24,6 @@ from ..quantization.weights import layout_refusal, stored_in
 from ._distributed import (
     gather_input,
     gather_output_grad,
-    overlap_of,
     reduce_input_grad,
     reduce_output,
     refuse_reference,
@@ -279,19 +277,8 @@ class BasicLinear(StoresWeight):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        if self.sharding.mode is not None:
-            return self._sharded_forward(ctx, input_)
-        return gemm.forward(*self.operands(ctx, input_))
-
-    def _sharded_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
-        sharding = self.sharding
-        overlap = overlap_of(input_, sharding, scatters=sharding.scatters_output)
-        if overlap is None:
-            return reduce_output(gemm.forward(*self.operands(ctx, input_)), sharding)
-        x, w = self.operands(ctx, input_, gather=False)
-        if sharding.gathers_input:
-            return gather_multiply(overlap, x, w.t(), sharding.group)[1]
-        return multiply_scatter(overlap, x, w.t(), sharding.group)
+        y = gemm.forward(*self.operands(ctx, input_))
+        return y if self.sharding.mode is None else reduce_output(y, self.sharding)
 
     def operands(
         self,
@@ -341,7 +328,9 @@ class BasicLinear(StoresWeight):
         needs, dy = ctx.needs, grad_output
         dx = dw = None
         if self.sharding.mode is not None:
-            dy, dx = self._sharded_dgrad(dy, w if needs.input else None)
+            dy = gather_output_grad(dy, self.sharding)
+            if needs.input:
+                dx = reduce_input_grad(gemm.dgrad(dy, w), self.sharding)
             if needs.parameters[0]:
                 x = gather_input(x, self.sharding)
         elif needs.input:
@@ -349,19 +338,6 @@ class BasicLinear(StoresWeight):
         if needs.parameters[0]:
             dw = self.weight_grad(dy, x, ctx)
         return dx, (dw,)
-
-    def _sharded_dgrad(self, dy: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The gradient of the output of all ranks, and that of the input if it is needed."""
-        sharding = self.sharding
-        overlap = None
-        if w is not None:
-            overlap = overlap_of(dy, sharding, scatters=sharding.gathers_input)
-        if w is None or overlap is None:
-            dy = gather_output_grad(dy, sharding)
-            return dy, None if w is None else reduce_input_grad(gemm.dgrad(dy, w), sharding)
-        if sharding.gathers_input:
-            return dy, multiply_scatter(overlap, dy, w, sharding.group)
-        return gather_multiply(overlap, dy, w, sharding.group)
 
     def weight_grad(
         self,

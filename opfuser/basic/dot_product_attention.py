@@ -98,8 +98,8 @@ class DotProductAttention(BasicOperation):
         core_attention_bias: whether there is one more extra input b, floating point, which is added
             to the scores and has a gradient, as te's ``core_attention_bias`` after the scale.
         kernel: name of the kernel to take: ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"cpu"``,
-            ``"flash_attn"``, ``"flex"``, ``"blockwise"`` or ``"te"``, which is Transformer Engine's
-            and taken by name only; a call that it does not take is an error. None chooses.
+            ``"flash_attn"``, ``"flex"`` or ``"blockwise"``; a call that it does not take is an
+            error. None chooses.
         v_head_dim: entries of a value head in a packed input; None is as many as of a key head.
         device, dtype: of the parameter.
 

@@ -247,8 +247,6 @@ def _on_a_gpu(x: Heads, call: Call) -> str | None:
         return None
     request = request_of(x, call, differentiable=True)._replace(device=torch.device("cuda"))
     for name, kernel in KERNELS.items():
-        if name == "blockwise":  # what follows is taken by name only
-            break
-        if kernel.refusal(request) is None:
+        if name != "blockwise" and kernel.refusal(request) is None:
             return name
     return None

@@ -1,11 +1,11 @@
-"""Stand-ins for other packages' attention: their signatures, computed in plain torch.
+"""A stand-in for flash-attn: its signatures, computed in plain torch.
 
-They share nothing with the adapters: rows are (B, S, H, D), windows are numbers of keys to the left
+It shares nothing with the adapter: rows are (B, S, H, D), windows are numbers of keys to the left
 and to the right of the diagonal that ends at the last query and key. What an adapter must not ask
-for, they refuse.
+for, it refuses.
 """
 
-# ruff: noqa: PLR0917  # the signatures are those of the packages
+# ruff: noqa: PLR0917  # the signatures are those of the package
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.attention import flash_attn, te
+from opfuser.attention import flash_attn
 from opfuser.libraries import imported, installed
 
 
@@ -141,85 +141,6 @@ def _flash_attn_varlen_backward(
     return softmax_lse
 
 
-def te_score(
-    q: Tensor, k: Tensor, layout: str, mask: str, window: tuple[int, int], scale: float,
-    ends: Tensor, diagonal: bool,
-) -> Score:  # fmt: skip
-    packed = layout == "thd_thd_thd"
-    assert packed or layout == "bshd_bshd_bshd"
-    allowed = ("padding", "padding_causal") if packed else ("no_mask", "causal")
-    if not packed and q.shape[1] != k.shape[1]:
-        allowed = "no_mask", "causal_bottom_right"
-        assert diagonal, "the window as well"
-        assert mask == "no_mask" or q.shape[1] < k.shape[1], "cuDNN has no other"
-    assert mask in allowed
-    assert window[1] == (0 if "causal" in mask else -1)
-    return Score(scale, window, ends=ends if packed else None)
-
-
-def fused_attn_fwd(
-    is_training: bool, max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor, q: Tensor, k: Tensor, v: Tensor, fake_dtype: torch.dtype,
-    fused_attention_backend: str, attn_bias: Any = None, cu_seqlens_q_padded: Any = None,
-    cu_seqlens_kv_padded: Any = None, page_table_k: Any = None, page_table_v: Any = None,
-    s_quantizer: Any = None, o_quantizer: Any = None, attn_scale: float = 0.0,
-    dropout: float = 0.0, fast_zero_fill: bool = True, qkv_layout: str = "sbh3d",
-    o_format: str = "sbhd", qkv_scale_inv_format: Any = None, attn_bias_type: str = "no_bias",
-    attn_mask_type: str = "padding", softmax_type: str = "vanilla",
-    window_size: tuple[int, int] = (-1, -1), bottom_right_diagonal: Any = None,
-    rng_gen: Any = None, softmax_offset: Any = None, return_max_logit: bool = False,
-    cuda_graph: bool = False,
-) -> Any:  # fmt: skip
-    assert is_training
-    assert fused_attention_backend == "cuDNN"
-    assert fake_dtype == q.dtype
-    assert all(t.is_contiguous() for t in (q, k, v))
-    score = te_score(
-        q, k, qkv_layout, attn_mask_type, window_size, attn_scale, cu_seqlens_q,
-        bottom_right_diagonal,
-    )  # fmt: skip
-    seed = torch.zeros(2, dtype=torch.int64)
-    if o_format == "thd":
-        assert max_seqlen_q == max_seqlen_kv == longest_of(cu_seqlens_q)
-        assert torch.equal(cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        y, logsumexp = attended(score, q[None], k[None], v[None])
-        return y[0], [logsumexp[0].t()[..., None], seed]
-    for ends, longest, t in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_kv, max_seqlen_kv, k)):
-        assert ends.dtype == torch.int32
-        assert ends.tolist() == [n * longest for n in range(t.shape[0] + 1)]
-        assert longest == t.shape[1]
-    y, logsumexp = attended(score, q, k, v)
-    return y, [logsumexp[..., None], seed]
-
-
-def fused_attn_bwd(
-    max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Tensor,
-    k: Tensor, v: Tensor, o: Tensor, d_o: Tensor, fake_dtype: torch.dtype,
-    aux_ctx_tensors: list[Tensor], fused_attention_backend: str, cu_seqlens_q_padded: Any = None,
-    cu_seqlens_kv_padded: Any = None, s_quantizer: Any = None, dp_quantizer: Any = None,
-    dqkv_quantizer: Any = None, attn_scale: float = 0.0, dropout: float = 0.0,
-    fast_zero_fill: bool = True, qkv_layout: str = "sbh3d", o_format: str = "sbhd",
-    do_format: str = "sbhd", dqkv_layout: str = "sbh3d", qkv_scale_inv_format: Any = None,
-    do_scale_inv_format: Any = None, attn_bias_type: str = "no_bias",
-    attn_mask_type: str = "padding", softmax_type: str = "vanilla",
-    window_size: tuple[int, int] = (-1, -1), bottom_right_diagonal: Any = None,
-    deterministic: bool = False, cuda_graph: bool = False,
-) -> Any:  # fmt: skip
-    assert fake_dtype == q.dtype
-    assert (o_format, dqkv_layout) == (do_format, qkv_layout)
-    assert all(t.is_contiguous() for t in (q, k, v, o, d_o))
-    score = te_score(
-        q, k, qkv_layout, attn_mask_type, window_size, attn_scale, cu_seqlens_q,
-        bottom_right_diagonal,
-    )  # fmt: skip
-    logsumexp, seed = aux_ctx_tensors
-    assert seed.shape == (2,)
-    if o_format == "thd":
-        rows = [t[None] for t in (d_o, q, k, v, o, logsumexp[..., 0].t())]
-        return [grad[0] for grad in differentiated(score, *rows)]
-    return [*differentiated(score, d_o, q, k, v, o, logsumexp[..., 0]), None, None]
-
-
 FLASH_ATTN = (
     flash_attn_func, flash_attn_varlen_func, _flash_attn_backward, _flash_attn_varlen_backward
 )  # fmt: skip
@@ -232,23 +153,15 @@ def forget() -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes both packages importable, on a GPU that has their kernels; returns flash_attn."""
+    """Makes the package importable, on a GPU that has its kernels, and returns it."""
     package = ModuleType("flash_attn")
     package.__version__ = "2.8.3"  # type: ignore[attr-defined]
     package.__spec__ = ModuleSpec("flash_attn", None)
     interface = ModuleType("flash_attn.flash_attn_interface")
     for function in FLASH_ATTN:
         setattr(interface, function.__name__, function)
-    engine = ModuleType("fused_attn")
-    engine.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}  # type: ignore[attr-defined]
-    engine.fused_attn_fwd = fused_attn_fwd  # type: ignore[attr-defined]
-    engine.fused_attn_bwd = fused_attn_bwd  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, flash_attn._MODULE, interface)
-    monkeypatch.setitem(sys.modules, te._MODULE, engine)
-    for name in ("flash_attn", "te"):
-        monkeypatch.setattr(
-            sys.modules[f"opfuser.attention.{name}"], "capability", lambda _: (9, 0)
-        )
+    monkeypatch.setattr(flash_attn, "capability", lambda _: (9, 0))
     forget()
     return package

@@ -1,4 +1,4 @@
-"""Attention by other packages: what they are given, held to stand-ins with their signatures."""
+"""Attention by flash-attn: what it is given, held to a stand-in with its signatures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opfuser import DotProductAttention, Sequential, libraries
-from opfuser.attention import choice, cudnn_versions, flash_attn, flex_kernel, te
+from opfuser.attention import choice, cudnn_versions, flash_attn, flex_kernel
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
@@ -25,23 +25,21 @@ from tests.basic.values import fill
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Both packages can be imported; yields flash_attn."""
+    """The package can be imported; yields it."""
     package = install(monkeypatch)
     yield package
     forget()
 
 
 class Mode(NamedTuple):
-    """Arguments, queries and keys, whether the row holds several sequences, who takes it."""
+    """Arguments, queries and keys, whether the row holds several sequences."""
 
     arguments: dict[str, Any]
     lengths: tuple[int, int] = (70, 70)
     sequences: bool = False
-    kernels: tuple[str, ...] = ("flash_attn", "te")
 
 
 SEPARATE = {"layout": "separate"}
-FLASH = ("flash_attn",)
 MODES = {
     "causal": Mode({"scale": 0.3}),
     "both directions": Mode({"causal": False}),
@@ -49,19 +47,17 @@ MODES = {
     "cross": Mode({**SEPARATE, "causal": False}, (30, 70)),
     "window": Mode({"window": 17}),
     "window, fewer queries": Mode({**SEPARATE, "window": 17}, (30, 70)),
-    "window to both sides": Mode({"window": 17, "causal": False}, kernels=FLASH),
-    "soft-capping": Mode({"softcap": 2.0}, kernels=FLASH),
-    "soft-capping, sinks": Mode({"softcap": 2.0, "sinks": True}, kernels=FLASH),
-    "ALiBi": Mode({"alibi": True}, kernels=FLASH),
-    "ALiBi, fewer queries": Mode({**SEPARATE, "alibi": True}, (30, 70), kernels=FLASH),
+    "window to both sides": Mode({"window": 17, "causal": False}),
+    "soft-capping": Mode({"softcap": 2.0}),
+    "soft-capping, sinks": Mode({"softcap": 2.0, "sinks": True}),
+    "ALiBi": Mode({"alibi": True}),
+    "ALiBi, fewer queries": Mode({**SEPARATE, "alibi": True}, (30, 70)),
     "sequences": Mode({}, sequences=True),
     "sequences, both directions": Mode({"causal": False}, sequences=True),
     "sequences, window": Mode({"window": 9}, sequences=True),
-    "sequences, soft-capping, ALiBi": Mode({"softcap": 2.0, "alibi": True}, sequences=True,
-                                           kernels=FLASH),
-    "sequences, sinks": Mode({"softcap": 2.0, "sinks": True}, sequences=True, kernels=FLASH),
+    "sequences, soft-capping, ALiBi": Mode({"softcap": 2.0, "alibi": True}, sequences=True),
+    "sequences, sinks": Mode({"softcap": 2.0, "sinks": True}, sequences=True),
 }  # fmt: skip
-CASES = [(name, kernel) for name, mode in MODES.items() for kernel in mode.kernels]
 
 
 def made(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor], dict[str, Any]]:
@@ -75,12 +71,10 @@ def made(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor], di
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize(("name", "kernel"), CASES)
-def test_arguments_layouts_and_gradients(
-    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "choose", lambda *_: kernel)
-    monkeypatch.setattr(module, "choose_plain", lambda *_: kernel)
+@pytest.mark.parametrize("name", MODES)
+def test_arguments_layouts_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "choose", lambda *_: "flash_attn")
+    monkeypatch.setattr(module, "choose_plain", lambda *_: "flash_attn")
     op, xs, words = made(MODES[name])
     op, xs = op.double(), [t.double() for t in xs]
     dy = torch.randn(xs[0].shape[0], MODES[name].lengths[0], 4 * 16, dtype=torch.float64)
@@ -110,22 +104,6 @@ def test_arguments_layouts_and_gradients(
         ("flash_attn", {"head_dim": 60, "v_head_dim": 60}, "head sizes must be multiples of 8"),
         ("flash_attn", {"empty": True}, "there is no element"),
         ("flash_attn", {"traced": True}, "it is not asked where torch.compile traces"),
-        ("te", {}, None),
-        ("te", {"window": True, "varlen": True}, None),
-        ("te", {"softcap": True}, "it has no soft-capping"),
-        ("te", {"sinks": True}, "its log-sum-exp is not read"),
-        ("te", {"alibi": True}, "it is given no ALiBi bias"),
-        ("te", {"window": True, "causal": False}, "its window is asked for with causality"),
-        ("te", {"queries": 128}, "there are more queries than keys"),
-        ("te", {"queries": 128, "causal": False}, None),
-        ("te", {"mask": True}, "it is given no mask"),
-        ("te", {"dropout": 0.1}, "it is asked for no dropout"),
-        ("te", {"v_head_dim": 128}, "it is asked for one size for heads of keys and of values"),
-        ("te", {"head_dim": 60, "v_head_dim": 60}, "head sizes must be multiples of 8"),
-        ("te", {"dtype": torch.float32}, "it computes in fp16 and bf16, not in torch.float32"),
-        ("te", {"empty": True}, "there is no element"),
-        ("te", {"traced": True}, "it is not asked where torch.compile traces"),
-        ("te", {"device": torch.device("cpu")}, "it runs on a GPU, not on cpu"),
         ("flex", {"softcap": True, "mask": True, "alibi": True, "varlen": True}, None),
         ("flex", {"dtype": torch.float32}, "it is taken for fp16 and bf16, not for torch.float32"),
         ("flex", {"dropout": 0.1}, "it has no dropout"),
@@ -140,7 +118,7 @@ def test_reasons(kernel: str, change: dict[str, Any], reason: str | None) -> Non
     assert found == reason or (found and reason and found.startswith(reason))
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn", "flex", "te"])
+@pytest.mark.parametrize("kernel", ["flash_attn", "flex"])
 def test_older_gpus(kernel: str, packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     where = "flex_kernel" if kernel == "flex" else kernel
     own = sys.modules[f"opfuser.attention.{where}"]
@@ -165,26 +143,20 @@ def prepared() -> str | None:
     return prepare(Heads(x, x, x), Call(True, 1.0), False)
 
 
-def test_versions(packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions(packages: ModuleType) -> None:
     packages.__version__ = "2.6.3"  # type: ignore[attr-defined]
     assert prepared() == "flash_attn 2.6.3 is older than 2.7"
     packages.__version__ = "2.10.0.post1"  # type: ignore[attr-defined]
     assert prepared() is None
-    engine = sys.modules[te._MODULE]
-    monkeypatch.setattr(engine, "fused_attn_bwd", lambda q, k, v, dqkv_dtype: None, raising=False)
-    reason = "it is called as Transformer Engine 2.20 has it, and this one has other arguments"
-    assert KERNELS["te"].refusal(HOPPER) == reason
 
 
 @pytest.mark.usefixtures("packages")
 def test_packages_that_are_not_there_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """None among the modules is one that cannot be imported."""
     monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
-    monkeypatch.setitem(sys.modules, te._MODULE, None)
     forget()
     assert KERNELS["flash_attn"].refusal(HOPPER) is None, "a plan imports nothing"
     assert " cannot be imported: " in (prepared() or "")
-    assert " cannot be imported: " in (KERNELS["te"].refusal(HOPPER) or "")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     forget()
     assert KERNELS["flash_attn"].refusal(HOPPER) == "flash_attn is not installed"
@@ -253,7 +225,7 @@ def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("packages")
 def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package is taken where torch has nothing as good, and te by name alone."""
+    """An installed package is taken where torch has nothing as good."""
     monkeypatch.setattr(cudnn_versions, "trouble", lambda: None)
     choice._find.cache_clear()
     for change, kernel in (
@@ -272,16 +244,15 @@ def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     choice._find.cache_clear()
     reasons = dict(choice.explained(HOPPER._replace(softcap=True), "flash_attn").passed_over)
     assert reasons["flash"] == "it has no soft-capping"
-    assert choice.explained(HOPPER, "te") == ("te", (), "")
     note = choice.foreseen(HOPPER._replace(softcap=True), None)
     assert note.startswith("attention by flash_attn or flex or blockwise, as sizes and keywords")
 
 
 def test_names() -> None:
-    text = "kernel must be one of cudnn, flash, efficient, cpu, flash_attn, flex, blockwise, te"
+    text = "kernel must be one of cudnn, flash, efficient, cpu, flash_attn, flex, blockwise"
     with pytest.raises(ArgumentError, match=f"{text}.*kernel='flash3'"):
         DotProductAttention(4, kernel="flash3")
-    for kernel in ("flash_attn", "flex", "te"):
+    for kernel in ("flash_attn", "flex"):
         op = DotProductAttention(4, kernel=kernel)
         with pytest.raises(NotSupportedError, match=f"{kernel!r} does not take .*runs on a GPU"):
             op(torch.ones(2, 9, 12))
@@ -291,18 +262,17 @@ def test_names() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "kernel"), CASES)
-def test_numbers_on_a_gpu(name: str, kernel: str) -> None:
-    package = "flash_attn" if kernel == "flash_attn" else "transformer_engine.pytorch"
-    pytest.importorskip(package, reason=f"needs {package}", exc_type=ImportError)
-    op, xs, words = made(MODES[name], kernel=kernel)
+@pytest.mark.parametrize("name", MODES)
+def test_numbers_on_a_gpu(name: str) -> None:
+    pytest.importorskip("flash_attn", reason="needs flash_attn", exc_type=ImportError)
+    op, xs, words = made(MODES[name], kernel="flash_attn")
     dtype = torch.bfloat16
     op, xs = op.to("cuda", dtype), [t.to("cuda", dtype) for t in xs]
     words = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in words.items()}
     dy = torch.randn(xs[0].shape[0], MODES[name].lengths[0], 4 * 16, device="cuda")
     got = outcome(op, op, xs, words, dy)
     assert op.last_choice is not None
-    assert op.last_choice.kernel == kernel
+    assert op.last_choice.kernel == "flash_attn"
     plain = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
     exact_op = made(MODES[name])[0].to("cuda", torch.float64)
     exact_op.load_state_dict(op.state_dict())

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
-from opfuser import async_tensor_parallel
 from opfuser.engine.specialized import unrecorded
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
@@ -275,43 +274,6 @@ def ranks_that_record_at_other_times(rank: int, ranks: int) -> None:
             loss.backward()
     assert bool(model.last_plan.recordings[0].texts) == (rank == 0)
     assert len({loss.item() for loss in losses}) == 1
-
-
-@check
-def overlap_that_is_chosen_later(rank: int, ranks: int) -> None:
-    """Whoever computes products with their collectives from now on is asked in both passes."""
-    asked: list[str] = []
-
-    def gather_multiply(x: Tensor, w: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-        asked.append("gather")
-        rows = torch.cat([x] * RANKS)
-        return rows, rows @ w
-
-    def multiply_scatter(x: Tensor, w: Tensor, group: Any) -> Tensor:
-        asked.append("scatter")
-        return (x @ w)[: x.shape[0] // RANKS]
-
-    how: Any = {"tensor_parallel_mode": "column", "sequence_parallel": True, "bias": False}
-    model = opfuser.Sequential(opfuser.RMSNorm(8), opfuser.Linear(8, 8, **how))
-    x = torch.randn(4, 8, requires_grad=True)
-    for _ in range(4):
-        y = model(x)
-        y.sum().backward(retain_graph=True)
-    assert len(model.last_plan.recordings[0].texts) == 2
-    provider = async_tensor_parallel.Overlap(
-        "mine", lambda x: None, gather_multiply, multiply_scatter
-    )
-    async_tensor_parallel.register(provider)
-    async_tensor_parallel.choose("mine")
-    try:
-        y.sum().backward(retain_graph=True)
-        assert asked == ["scatter"]
-        for _ in range(4):
-            model(x)
-        assert asked == ["scatter", *["gather"] * 4]
-    finally:
-        async_tensor_parallel.choose("torch")
-    assert len(model.last_plan.recordings[0].texts) == 2
 
 
 @check

@@ -36,7 +36,7 @@ from opfuser.registry import FusionInfo, effective
 griffe: Any = pytest.importorskip("griffe", reason="needs the packages that build the site")
 
 MODULES = "basic fused recipe testing models optim events errors hf".split()
-MODULES += "async_tensor_parallel deprecated gemm_providers".split()
+MODULES += "deprecated gemm_providers".split()
 # Of other modules, but shown: what pages of the docs import, and what public names return.
 BESIDES = (
     GradNeeds,

@@ -94,6 +94,8 @@ def test_what_is_gone_is_accepted_and_says_that_it_changes_nothing() -> None:
     with overlap as entered:
         assert isinstance(entered, kind)
     overlap.remove()
+    with pytest.warns(DeprecatedNameWarning, match=r"parallel\.choose has no effect .* 1\.6 %"):
+        opfuser.async_tensor_parallel.choose("symm_mem", None)
 
 
 def test_a_name_goes_in_the_version_that_removes_it() -> None:
