@@ -41,6 +41,12 @@ def stream(*shape: int) -> Tensor:
     return torch.randn(shape or (BATCH, LENGTH, WIDTH), dtype=torch.float64)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of halves."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
 class NanoGPTBlock(nn.Module):
     """A block as in nanoGPT."""
 

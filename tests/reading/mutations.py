@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,21 @@ def count_of(example: Example) -> int:
     with torch.no_grad(), _Mutating(-1, MUTATIONS["copy"]) as mode:
         example.module(*example.args, **example.kwargs)
     return mode.count
+
+
+def mutants_of(example: Example, shift: int = 0) -> list[tuple[int, str]]:
+    """The calls behind which a module can be mutated, each with one of the mutations in turn."""
+    names = list(MUTATIONS)
+    return [(n, names[(n + shift) % len(names)]) for n in range(count_of(example))]
+
+
+def outcomes_of(example: Example, *shifts: int) -> Counter[str]:
+    """How all mutants are read, as often as there are shifts.
+
+    Raises:
+        AssertionError: something else was read than one computes.
+    """
+    return Counter(outcome_of(example, *m) for s in shifts or (0,) for m in mutants_of(example, s))
 
 
 def outcome_of(example: Example, number: int, name: str) -> str:

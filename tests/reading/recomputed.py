@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from opfuser.reading.tracer import trace
 
 # What may differ, of the largest entry: everything in fp64, or in part in fp32 as it is written.
 _RTOL, _RTOL_AS_IT_IS = 1e-10, 1e-5
+_Operation = TypeVar("_Operation", bound=Operation)
 
 
 class InDouble(TorchFunctionMode):
@@ -100,6 +101,12 @@ def operations_in(operations: Any) -> Iterator[Operation]:
         elif is_dataclass(op):
             yield op
             yield from operations_in([getattr(op, f.name) for f in fields(op)])
+
+
+def operation_in(reading: Reading, kind: type[_Operation]) -> _Operation:
+    """The only operation of a kind, which may be inside of another."""
+    (found,) = (op for op in operations_in(reading.operations) if isinstance(op, kind))
+    return found
 
 
 def called_in(reading: Reading) -> list[str]:

@@ -20,7 +20,7 @@ from opfuser.reading.construction import Built, build
 from opfuser.reading.kept import KeptError
 from opfuser.reading.operations import Reading
 
-from .mutations import MUTATIONS, count_of, outcome_of
+from .mutations import mutants_of, outcome_of
 from .recomputed import Example, assert_equal_steps, called_in, read_of
 from .tiny import calls_of, families, model_of
 
@@ -114,9 +114,7 @@ def _missed(
     place: str, example: Example, counts: Counter[str], first: int, distance: int
 ) -> Iterator[str]:
     """Mutates a module behind each of its operations, with all mutations in turn."""
-    names = list(MUTATIONS)
-    for number in range(first, count_of(example), distance):
-        name = names[number % len(names)]
+    for number, name in mutants_of(example)[first::distance]:
         counts["mutants"] += 1
         try:
             outcome_of(example, number, name)

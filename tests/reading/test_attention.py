@@ -27,8 +27,8 @@ from opfuser.reading.operations import (
 )
 from opfuser.reading.tracer import trace
 
-from .families import layer_of, stream
-from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
+from .families import layer_of, stream, turned
+from .recomputed import Example, assert_recomputed, operations_in, read_of
 from .tiny import BATCH, CACHE, LENGTH, model_of, transformers
 
 HEADS, KEYS, SIZE = 4, 2, 8
@@ -67,11 +67,6 @@ def causal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
 
 def joined(y: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(2)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
 def on_queries(function: Callable[..., Tensor]) -> Any:
@@ -156,58 +151,6 @@ def test_a_part_of_what_a_projection_returns_is_read() -> None:
     assert (reorder.size, reorder.count, len(reorder.blocks)) == (1, 96, HEADS * (5 + 5 + 6))
 
 
-class Latent(nn.Module):
-    """Queries, keys and values of which parts are made of fewer numbers, as in DeepSeek.
-
-    Args:
-        turn: what is done to the last entries of queries and keys, with cosine and sine.
-        sizes: of the entries of heads that do not turn, that do, and of values.
-    """
-
-    def __init__(self, turn: Callable[..., Tensor], sizes: tuple[int, int, int]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.turn, self.sizes = turn, sizes
-        still, turning, values = sizes
-        self.q_down, self.q_up = nn.Linear(WIDTH, 12), nn.Linear(12, HEADS * (still + turning))
-        self.kv_down = nn.Linear(WIDTH, 10 + turning)
-        self.kv_up = nn.Linear(10, HEADS * (still + values))
-        self.q_norm, self.kv_norm = nn.RMSNorm(12, eps=1e-5), nn.RMSNorm(10, eps=1e-5)
-        self.out = nn.Linear(HEADS * values, WIDTH)
-        self.double()
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        still, turning, values = self.sizes
-        q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        q, q_turning = q.split([still, turning], -1)
-        latent, k_turning = self.kv_down(x).split([10, turning], -1)
-        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        k, v = kv.split([still, values], -1)
-        k_turning = self.turn(k_turning[:, None], cos, sin).expand(-1, HEADS, -1, -1)
-        keys = k.new_empty(*k.shape[:-1], still + turning)
-        keys[..., still:].copy_(k_turning)
-        keys[..., :still].copy_(k)
-        q = torch.cat([q, self.turn(q_turning, cos, sin)], -1)
-        return self.out(joined(F.scaled_dot_product_attention(q, keys, v, is_causal=True)))
-
-
-def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbours turn, and are no neighbours behind it."""
-    a, b, half = x[..., ::2], x[..., 1::2], x.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-@pytest.mark.parametrize("turn", [turned, neighbours])
-@pytest.mark.parametrize("sizes", [(6, 4, 10), (6, 4, 7), (3, 8, 5)])
-def test_latent_attention_is_read(turn: Any, sizes: tuple[int, int, int]) -> None:
-    example = Example(Latent(turn, sizes), (stream().requires_grad_(), *angles(sizes[1])))
-    rotary = found(example, Rotary)
-    of_other_size = sizes[0] + sizes[1] != sizes[2]
-    assert rotary.heads.keys == (0 if of_other_size else HEADS)
-    assert (rotary.size, rotary.interleaved) == (sizes[1], turn is neighbours)
-
-
 class Cached(Attends):
     """Attention with a cache, whose heads turn at their ends, or at their starts if ``starts``."""
 
@@ -262,14 +205,8 @@ def test_keys_that_are_scaled_are_not_cached() -> None:
 def test_keys_beside_values_of_another_size_are_cached() -> None:
     module = Cached()
     module.starts, module.out = True, nn.Linear(HEADS * 5, WIDTH).double()
-    given = stream(), *angles(4)
-    caches = [transformers.DynamicCache() for _ in range(3)]
     with torch.no_grad():
-        reading = read(trace(module, (*given, caches[0]), {}).dataflow)
-        got = build(reading, module)(given, cache=caches[1])
-        torch.testing.assert_close(got, module(*given, caches[2]))
-    kept = [(c.layers[0].keys, c.layers[0].values) for c in caches[1:]]
-    torch.testing.assert_close(*kept)
+        assert_recomputed(Example(module, (stream(), *angles(4), transformers.DynamicCache())))
 
 
 def test_heads_whose_ends_turn_after_a_norm() -> None:
@@ -303,12 +240,11 @@ def test_a_cache_that_may_read_more_than_keys_and_values_gets_it() -> None:
     module = TellsMore()
     module.out = nn.Linear(HEADS * 5, WIDTH).double()
     given = stream(), *angles(4)
-    plain, other, scaling = [transformers.DynamicCache() for _ in range(3)]
+    plain, scaling = transformers.DynamicCache(), transformers.DynamicCache()
     scaling.layers.append(Scaling())
     with torch.no_grad():
+        assert_recomputed(Example(module, (*given, plain)))
         found = trace(module, (*given, plain), {})
-        got = build(read(found.dataflow), module)(given, cache=plain)
-        torch.testing.assert_close(got, module(*given, other))
         assert found.takes(found.key._replace(caches=(transformers.DynamicCache(),)), module)
         assert not found.takes(found.key._replace(caches=(scaling,)), module)
         with pytest.raises(KeptError, match="updates its cache with more than keys and values"):
@@ -563,24 +499,10 @@ def test_a_cache_is_extended_as_by_the_layer(
 
     given = {"input_ids": ids[:, past:], "attention_mask": torch.ones(BATCH, past + new)}
     with torch.no_grad():
-        example = layer_of(model, **given, **{CACHE: cache()}, use_cache=True)
-        caches = [cache(), cache()]
-
-        def exchanged(leaf: Any) -> Any:
-            return caches[0] if isinstance(leaf, transformers.DynamicCache) else leaf
-
-        args = tuple(map(exchanged, example.args))
-        kwargs = {name: exchanged(value) for name, value in example.kwargs.items()}
+        module, args, kwargs = layer_of(model, **given, **{CACHE: cache()}, use_cache=True)
         if not masked:
             kwargs = {name: None if "mask" in name else v for name, v in kwargs.items()}
             args = tuple(a if not isinstance(a, Tensor) or a.dim() < 4 else None for a in args)
-        reading = read(trace(example.module, args, kwargs).dataflow)
-        assert called_in(reading) == []
-        assert caches[0].get_seq_length() == past
-        inputs = Example(example.module, args, kwargs).inputs()
-        got = build(reading, example.module)(inputs, cache=caches[1])
-        want = example.module(*args, **kwargs)
-    want = want[0] if isinstance(want, tuple) else want
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(*[(c.layers[0].keys, c.layers[0].values) for c in caches[::-1]]):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        example = Example(module, args, kwargs)
+        assert_recomputed(example)
+        assert example.cache().get_seq_length() == past  # type: ignore[union-attr]

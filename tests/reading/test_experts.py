@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,13 @@ from opfuser.reading.kept import KeptError
 from opfuser.reading.operations import Experts, Gated
 
 from .families import layer_of, stream
-from .mutations import MUTATIONS, count_of, outcome_of
+from .mutations import outcomes_of
 from .recomputed import (
     Example,
     assert_equal_steps,
     assert_recomputed,
     called_in,
-    operations_in,
+    operation_in,
     read_of,
 )
 from .tiny import WIDTH, model_of, randomised
@@ -59,13 +58,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_MOE, "num_experts": 4, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**_MOE, "num_experts": 4},
 }  # fmt: skip
+CALLED = {
+    "afmoe": {**_MOE, "num_experts": 4, "num_dense_layers": 0},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
+                    "moe_layers": [0, 1]},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
 # Of these the attention is read, too.
 LAYERS = sorted(set(FAMILIES) - {"deepseek_v2", "deepseek_v3", "deepseek_v4"})
 
 
 def moe_model(family: str, implementation: str) -> nn.Module:
     attention = "eager" if family == "deepseek_v4" else "sdpa"
-    model = model_of(family, attention, **FAMILIES[family])
+    model = model_of(family, attention, **{**FAMILIES, **CALLED}[family])
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = implementation
@@ -89,8 +94,7 @@ class Feed(nn.Module):
 def routers_alone(example: Example) -> None:
     """Asserts that all is read but a router, and that it is right."""
     reading = assert_recomputed(example, whole=False)
-    (experts,) = [op for op in operations_in(reading.operations) if isinstance(op, Experts)]
-    assert called_in(reading) == [experts.router.path]
+    assert called_in(reading) == [operation_in(reading, Experts).router.path]
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -144,22 +148,10 @@ def error_of(y: Tensor, want: Tensor) -> float:
     return float((y.detach().double() - want.detach()).abs().max())
 
 
-CALLED = {
-    "afmoe": {**_MOE, "num_experts": 4, "num_dense_layers": 0},
-    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
-                    "moe_layers": [0, 1]},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("family", CALLED)
 def test_experts_that_are_not_read_are_called(family: str) -> None:
     """Of whichever shape their result is, and whatever stands beside it."""
-    model = model_of(family, "eager", **CALLED[family]).eval()
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config._experts_implementation = "eager"
-    example = Example(Feed(model), (stream().requires_grad_(),))
+    example = Example(Feed(moe_model(family, "eager").eval()), (stream().requires_grad_(),))
     assert called_in(assert_recomputed(example, whole=False)) == ["moe"]
 
 
@@ -346,7 +338,7 @@ def test_activations_of_experts(interleaved: bool, clamped: bool) -> None:
     torch.manual_seed(0)
     example = Example(randomised(Loop(hits, turn)), (stream().requires_grad_(),))
     routers_alone(example)
-    (gated,) = [op for op in operations_in(read_of(example).operations) if isinstance(op, Gated)]
+    gated = operation_in(read_of(example), Gated)
     assert (gated.interleaved, gated.limit) == (interleaved, 2.0 if clamped else None)
 
 
@@ -362,16 +354,10 @@ def test_experts_without_a_gate() -> None:
 def test_no_operation_of_experts_is_overlooked(implementation: str) -> None:
     torch.manual_seed(0)
     example = Example(Feed(moe_model("mixtral", implementation)), (stream(2, 3, WIDTH),))
-    names = list(MUTATIONS)
-    found = Counter(
-        outcome_of(example, number, names[(number + shift) % len(names)])
-        for number in range(count_of(example))
-        for shift in ((0,) if implementation == "eager" else (0, 4, 9))
-    )
+    found = outcomes_of(example, *((0,) if implementation == "eager" else (0, 4, 9)))
     assert found["called"] + found["recomputed"] > 0
 
 
 def test_experts_in_layers_are_built_into_one_sequence() -> None:
     example = layer_of(moe_model("mixtral", "eager").eval())
-    built = build(read_of(example), example.module)
-    assert_equal_steps(example, built)
+    assert_equal_steps(example, build(read_of(example), example.module))

@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 
 from . import sweep
+from .mutations import mutants_of
 
 
 def test_nothing_is_wrong_or_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "count_of", lambda example: 3)
+    monkeypatch.setattr(sweep, "mutants_of", lambda example: mutants_of(example)[:3])
     counts: Counter[str] = Counter()
     assert list(sweep.swept("vit", counts, "training", (0, 1))) == []
     assert counts["mutants"] == 3
@@ -32,7 +33,7 @@ def test_what_is_wrong_is_told(
     assert sweep.main(["gpt2", "--no-mutants"]) == 1
     monkeypatch.setattr(sweep, "assert_equal_steps", lambda *args: None)
     monkeypatch.setattr(sweep, "outcome_of", wrong)
-    monkeypatch.setattr(sweep, "count_of", lambda example: 1)
+    monkeypatch.setattr(sweep, "mutants_of", lambda example: mutants_of(example)[:1])
     assert sweep.main(["gpt2"]) == 1
     assert sweep.main(["gpt2", "no such family", "--no-mutants"]) == 0
     told = capsys.readouterr().out
@@ -60,7 +61,7 @@ def test_an_error_of_what_was_read_is_no_error_of_the_family(
 def test_parts_of_a_sweep_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     monkeypatch.setattr(sweep, "outcome_of", lambda example, number, name: tried.append(number))
-    monkeypatch.setattr(sweep, "count_of", lambda example: 7)
+    monkeypatch.setattr(sweep, "mutants_of", lambda example: mutants_of(example)[:7])
     monkeypatch.setattr(sweep, "MODES", ("evaluation",))
     for part in range(3):
         assert sweep.main(["vit", f"--part={part}/3"]) == 0
