@@ -48,7 +48,6 @@ _OPAQUE = (
     enum.Enum,
     logging.Logger,
     re.Pattern,
-    types.BuiltinFunctionType,
     types.ModuleType,
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
@@ -86,7 +85,6 @@ class Observed:
         self._opaque = (*_OPAQUE, *opaque)
         self._rows: dict[tuple[int, str], Row] = {}
         self._kinds: dict[tuple[type, str], Any] = {}
-        self._cells: dict[int, tuple[types.CellType, Any]] = {}
         self._functions: dict[int, types.FunctionType] = {}
         self._held: dict[int, tuple[Any, Any]] = {}  # containers, and their copies
         self._containers: set[int] = set()  # those of them whose contents were read
@@ -154,6 +152,8 @@ class Observed:
             return []
         if isinstance(value, types.MethodType):
             return [value.__self__, value.__func__]
+        if isinstance(value, types.BuiltinFunctionType):  # such as the append of a list
+            return [value.__self__]
         if isinstance(value, functools.partial):
             return [value.func, value.args, value.keywords]
         if isinstance(value, functools._lru_cache_wrapper):
@@ -175,7 +175,7 @@ class Observed:
         return []
 
     def _executed_functions(self) -> list[types.FunctionType]:
-        """The functions that were found and executed, whose variables and defaults are noted."""
+        """The functions that were found and executed, whose attributes are noted."""
         done: dict[int, types.FunctionType] = {}
         while new := [
             function
@@ -184,10 +184,6 @@ class Observed:
         ]:
             for function in new:
                 done[id(function)] = function
-                name = function.__name__
-                for cell in function.__closure__ or ():
-                    self._cell(name, cell)
-                self.look_into(name, (function.__defaults__, function.__kwdefaults__))
                 for attribute, part in vars(function).items():
                     if not attribute.startswith("__"):
                         self.row(vars(function), attribute, part)
@@ -211,15 +207,6 @@ class Observed:
             for name in attributes.keys() & (self.names | self.texts):
                 self.row(attributes, name, attributes[name])
                 self.look_into(name, attributes[name])
-
-    def _cell(self, name: str, cell: types.CellType) -> None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not yet bound
-            return
-        if id(cell) not in self._cells:
-            self._cells[id(cell)] = cell, value
-            self.look_into(name, value)
 
     def container(self, holder: Any) -> list[Any]:
         """Notes the contents of a container, and returns them where that had not been done."""
@@ -246,14 +233,15 @@ class Observed:
             return
         self._done.add(id(function))
         self.hold(vars(function))
-        self._hold_inside((function.__defaults__, function.__kwdefaults__))
+        name = function.__name__
+        self.look_into(name, (function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # not yet bound
                 self._variables.setdefault(id(cell), (cell, cell.cell_contents))
-                self._hold_inside(cell.cell_contents)
+                self.look_into(name, cell.cell_contents)
 
     def _hold_inside(self, value: Any) -> None:
-        """Notes the contents of containers at any depth, and of functions once they are executed.
+        """Notes the contents of containers at any depth, and functions for when they are executed.
 
         Values of subclasses may compute what is inside of them.
         """
@@ -352,8 +340,8 @@ class Observed:
             asked[frozenset(self.names | self.texts).isdisjoint] = [*map(vars, parameters)]
         facts = {get: (about, [*map(get, about)]) for get, about in asked.items()}
         facts[CELL] = (
-            [cell for cell, _ in self._cells.values()],
-            [v for _, v in self._cells.values()],
+            [cell for cell, _ in self._variables.values()],
+            [v for _, v in self._variables.values()],
         )
         return Reads(
             self.root,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import copy
 import fractions
 import functools
@@ -330,6 +331,70 @@ def of_another_parameter(layers: Any) -> None:
 
 def of_a_sibling(layers: Any) -> None:
     layers[2].up.weight.factor = 0.5
+
+
+class Collector:
+    """An object that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def append(self, h: Tensor) -> None:
+        self.kept.append(h)
+
+
+class InSlots:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+# What makes a collection, and what in it is appended to.
+COLLECTIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda kept: kept),
+    "list of a subclass": (Listed, lambda kept: kept),
+    "deque": (collections.deque, lambda kept: kept),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda kept: kept["all"]),
+    "object": (Collector, lambda kept: kept),
+    "attribute of an object": (Collector, lambda kept: kept.kept),
+    "object with slots": (InSlots, lambda kept: kept.kept),
+    "object in a list": (lambda: [Collector()], lambda kept: kept[0]),
+}
+
+
+@pytest.mark.parametrize("held", ["by a variable", "by a default", "by a method"])
+@pytest.mark.parametrize("name", COLLECTIONS)
+def test_what_a_function_collects(name: str, held: str) -> None:
+    make, part = COLLECTIONS[name]
+
+    def collecting(kept: Any) -> Callable[[Tensor], Tensor]:
+        append = part(kept).append
+
+        def by_variable(h: Tensor) -> Tensor:
+            part(kept).append(h)
+            return torch.relu(h)
+
+        def by_default(h: Tensor, kept: Any = kept) -> Tensor:
+            part(kept).append(h)
+            return torch.relu(h)
+
+        def by_method(h: Tensor) -> Tensor:
+            append(h)
+            return torch.relu(h)
+
+        return {"variable": by_variable, "default": by_default, "method": by_method}[
+            held.rpartition(" ")[2]
+        ]
+
+    both = make(), make()
+    model, plain = (blocks(collecting(kept)) for kept in both)
+    opfuser.apply(model)
+    for count in (3, 6):
+        assert_equal_steps(step(model), step(plain), 1e-10)
+        ours, theirs = (getattr(part(kept), "kept", part(kept)) for kept in both)
+        assert len(ours) == count
+        torch.testing.assert_close([*ours], [*theirs])
 
 
 @pytest.mark.parametrize("later", [False, True])

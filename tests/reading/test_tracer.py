@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -474,9 +475,9 @@ def test_a_tensor_that_nobody_was_seen_to_make_is_an_effect() -> None:
     class Foreign(Tensor):
         pass
 
-    hidden = [torch.ones(WIDTH)]
-    take = iter(hidden).__next__
-    of_unknown_origin = traced(lambda self, x: x + take())
+    hidden: Any = types.ModuleType("hidden")
+    hidden.table = torch.ones(WIDTH)
+    of_unknown_origin = traced(lambda self, x: x + hidden.table)
     assert ("computes with a tensor of unknown origin", "") in effects(of_unknown_origin)
     module = Computes(lambda self, x: x + self.table)
     module.table = torch.ones(WIDTH).as_subclass(Foreign)
@@ -654,21 +655,23 @@ def test_what_else_is_read_of_a_cache_keeps_the_module() -> None:
 
 def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None:
     other, y = nn.Linear(WIDTH, WIDTH), given()
-    found: deque[Any] = deque()  # which a trace leaves as it is
+    found: list[Any] = []
+    shared: Any = types.ModuleType("shared")  # into which a trace does not look
 
     class Starting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: found.append(other(y)))
+            thread = threading.Thread(target=lambda: shared.note(other(y)))
             thread.start()
             thread.join()
-            waiting.start()
-            waiting.join(0.05)
-            found.append(waiting.is_alive())
+            shared.waiting.start()
+            shared.waiting.join(0.05)
+            shared.note(shared.waiting.is_alive())
             return x + 1
 
-    waiting = threading.Thread(target=lambda: found.append(trace(other, (y,), {})))
+    shared.note = found.append
+    shared.waiting = threading.Thread(target=lambda: found.append(trace(other, (y,), {})))
     mine = trace(Starting(), (given(),), {})
-    waiting.join()
+    shared.waiting.join()
     assert [op for op in ops(mine) if op != "effect"] == ["add"]  # effects are the variables
     assert other not in mine.reads.facts[type][0]
     assert found[0].device.type == "cpu"
@@ -717,13 +720,14 @@ def test_traces_of_several_threads_leave_the_compiler_on() -> None:
 
     class Waiting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            other.start()
-            other.join(0.05)
+            shared.other.start()
+            shared.other.join(0.05)
             return x + 1
 
-    other = threading.Thread(target=lambda: trace(nn.Linear(WIDTH, WIDTH), (y,), {}))
+    shared: Any = types.ModuleType("shared")  # into which a trace does not look
+    shared.other = threading.Thread(target=lambda: trace(nn.Linear(WIDTH, WIDTH), (y,), {}))
     trace(Waiting(), (given(),), {})
-    other.join()
+    shared.other.join()
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiled.append(graph)
