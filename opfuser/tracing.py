@@ -20,6 +20,7 @@ __all__ = [
     "columns",
     "each_column",
     "exporting",
+    "fixed",
     "functional",
     "joined_columns",
     "keeps_products",
@@ -42,6 +43,11 @@ def stands_in(t: Tensor) -> bool:
 def functional() -> bool:
     """Whether nothing takes an ``out`` or is overwritten: while traced, and under torch.vmap."""
     return torch.compiler.is_compiling() or transforms_active()
+
+
+def fixed(size: int) -> int:
+    """The size, of which a trace that knows it as a symbol is for this one alone from here on."""
+    return len(range(size)) if torch.compiler.is_compiling() else size  # int() leaves a symbol
 
 
 def keeps_products() -> bool:

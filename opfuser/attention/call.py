@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals as internals
-from ..tracing import stands_in
+from ..tracing import fixed, stands_in
 
 __all__ = [
     "Call",
@@ -147,7 +147,6 @@ class Request(NamedTuple):
     head_dim: int
     v_head_dim: int
     causal: bool
-    scale: float
     differentiable: bool
     window: bool = False
     softcap: bool = False
@@ -155,7 +154,7 @@ class Request(NamedTuple):
     additive: bool = False
     alibi: bool = False
     varlen: bool = False
-    dropout: float = 0.0
+    dropout: bool = False
     sinks: bool = False
     bias: bool = False
     bias_grad: bool = False
@@ -205,16 +204,18 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
     batch, heads, queries, head_dim = q.shape
     lengths = _lengths(queries, k.shape[2])
     biased = call.bias is not None
+    dropout = False
+    if call.dropout_p > 0:  # Dynamo may take the number, and so the comparison, for a symbol
+        dropout = True
     return Request(
         q.device,
         q.dtype,
         *lengths,
         heads,
         k.shape[1],
-        head_dim,
-        v.shape[3],
+        fixed(head_dim),
+        fixed(v.shape[3]),
         call.causal,
-        call.scale,
         differentiable,
         call.window is not None,
         call.softcap is not None,
@@ -222,7 +223,7 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         biased or (call.mask is not None and call.mask.dtype != torch.bool),
         call.slopes is not None,
         call.cu_seqlens is not None,
-        call.dropout_p,
+        dropout,
         call.sinks is not None,
         biased,
         call.bias_grad,

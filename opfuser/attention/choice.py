@@ -177,7 +177,7 @@ def like(request: Request) -> tuple[Heads, Call]:
         )
     ]
     mask = torch.ones(1, 1, r.queries, r.keys, device=r.device).bool() if r.mask else None
-    return Heads(*heads), Call(r.causal, r.scale, dropout_p=r.dropout, mask=mask)
+    return Heads(*heads), Call(r.causal, 1.0, dropout_p=0.5 if r.dropout else 0.0, mask=mask)
 
 
 @internals.constant_result

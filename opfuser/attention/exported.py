@@ -51,7 +51,7 @@ def _kind(x: Heads, call: Call, causal: bool, mask: Tensor | None) -> Request:
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in x)
     return Request(
         q.device, q.dtype, _SOME, _SOME, q.shape[1], k.shape[1], q.shape[3], v.shape[3],
-        causal, call.scale, differentiable, mask=mask is not None, dropout=call.dropout_p,
+        causal, differentiable, mask=mask is not None, dropout=call.dropout_p > 0,
     )  # fmt: skip
 
 

@@ -285,8 +285,8 @@ def call_of(
     # where these are fewer, lie up to ``queries - 1`` positions before a key.
     if window is not None and not exporting() and window >= keys:
         window = None if causal or window >= queries else window
-    if causal and window is None and given.cu_seqlens is None:
-        causal = bool(queries != 1)  # not a symbol, as kernels and their choice take none
+    if causal and window is None and given.cu_seqlens is None and queries == 1:
+        causal = False
     return Call(
         causal,
         scale,
@@ -324,14 +324,13 @@ def request_before(settings: AttentionSettings, env: Any) -> Request:
         _SOME,
         _SOME,
         settings.causal,
-        1.0,
         env.grad_enabled,
         settings.window is not None,
         settings.softcap is not None,
         mask=settings.has_bias,
         additive=settings.has_bias,
         alibi=settings.alibi,
-        dropout=settings.dropout_p,
+        dropout=settings.dropout_p > 0,
         sinks=settings.has_sinks,
         bias=settings.has_bias,
         enabled=enabled_kernels(device),

@@ -142,7 +142,7 @@ def _attention(dtype: torch.dtype) -> Iterator[Row]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = 64, 64, 8, 8, 64, 64
     given = enabled_kernels(device)
-    request = Request(device, dtype, *sizes, True, 0.125, True, enabled=given)
+    request = Request(device, dtype, *sizes, True, True, enabled=given)
     reasons = {name: kernel.refusal(request) for name, kernel in KERNELS.items()}
     taken = " or ".join(name for name, why in reasons.items() if why is None)
     yield Row("attention", f"{taken}, as sizes and keywords allow")

@@ -175,7 +175,7 @@ def test_numbers(name: str, dtype: torch.dtype, kernel: str) -> None:
 
 
 HOPPER = Request(
-    torch.device("cuda"), BF16, 64, 64, 4, 2, DIM, DIM, causal=True, scale=1.0, differentiable=True
+    torch.device("cuda"), BF16, 64, 64, 4, 2, DIM, DIM, causal=True, differentiable=True
 )
 
 
@@ -204,7 +204,7 @@ HOPPER = Request(
         ("efficient", {"window": True, "traced": True}, "torch cannot trace its backward with"),
         ("efficient", {"window": True, "traced": True, "differentiable": False}, None),
         ("efficient", {"enabled": (True, False, True)}, "torch.backends.cuda.enable_mem_efficient"),
-        ("cudnn", {"sinks": True, "dropout": 0.1}, None),
+        ("cudnn", {"sinks": True, "dropout": True}, None),
         ("cudnn", {"mask": True}, None),
         ("cudnn", {"mask": True, "additive": True}, "it takes bool masks: rows that large numbers"),
         ("cudnn", {"window": True}, "torch offers it without a window"),
@@ -229,9 +229,9 @@ def test_reasons_of_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, request, reason in (
         ((7, 5), HOPPER, "it needs compute capability 8.0, have 7.5"),
         ((8, 9), large, None),
-        ((8, 9), large._replace(dropout=0.1), "its backward has no heads of more than 192 entries"),
-        ((8, 9), large._replace(dropout=0.1, differentiable=False), None),
-        ((8, 0), large._replace(dropout=0.1), None),
+        ((8, 9), large._replace(dropout=True), "its backward has no heads of more than 192"),
+        ((8, 9), large._replace(dropout=True, differentiable=False), None),
+        ((8, 0), large._replace(dropout=True), None),
     ):
         monkeypatch.setattr(sdpa, "capability", lambda _, found=capability: found)
         found = KERNELS["flash"].refusal(request)

@@ -552,3 +552,20 @@ def test_a_bias_in_a_sequence(compiled: bool) -> None:
         )
         with torch.no_grad():
             torch.testing.assert_close(call(x, bias), want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["cross", "padding", "padding, sinks", "mask"])
+def test_compiled_for_any_size(name: str) -> None:
+    """Numbers are symbols to Dynamo then, those of heads, lengths and dropout among them."""
+    mode = MODES[name]
+    op, tensors = make(mode)
+    torch.compiler.reset()
+    how: Any = {"backend": "aot_eager", "dynamic": True, "fullgraph": True}
+    compiled: Any = torch.compile(op, **how)
+    leaves = [t.requires_grad_() for t in (*tensors, *op.parameters())]
+    found = []
+    for call in (op, compiled):
+        y = call(*tensors, **mode.keywords)
+        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves)))
+    torch.testing.assert_close(*found)

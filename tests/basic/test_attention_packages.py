@@ -98,7 +98,7 @@ def test_arguments_layouts_and_gradients(name: str, monkeypatch: pytest.MonkeyPa
             "it computes in fp16 and bf16, not in torch.float",
         ),
         ("flash_attn", {"mask": True}, "it takes no mask"),
-        ("flash_attn", {"dropout": 0.1}, "it is asked for no dropout"),
+        ("flash_attn", {"dropout": True}, "it is asked for no dropout"),
         ("flash_attn", {"v_head_dim": 128}, "it has one size for heads of keys and of values"),
         ("flash_attn", {"head_dim": 264, "v_head_dim": 264}, "heads have more than 256 entries"),
         ("flash_attn", {"head_dim": 60, "v_head_dim": 60}, "head sizes must be multiples of 8"),
@@ -106,7 +106,7 @@ def test_arguments_layouts_and_gradients(name: str, monkeypatch: pytest.MonkeyPa
         ("flash_attn", {"traced": True}, "it is not asked where torch.compile traces"),
         ("flex", {"softcap": True, "mask": True, "alibi": True, "varlen": True}, None),
         ("flex", {"dtype": torch.float32}, "it is taken for fp16 and bf16, not for torch.float32"),
-        ("flex", {"dropout": 0.1}, "it has no dropout"),
+        ("flex", {"dropout": True}, "it has no dropout"),
         ("flex", {"head_dim": 8}, "heads have less than 16 entries"),
         ("flex", {"v_head_dim": 264}, "heads have more than 256 entries"),
         ("flex", {"empty": True}, "there is no element"),
@@ -237,7 +237,7 @@ def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"softcap": True, "mask": True}, "flex"),
         ({"alibi": True, "sinks": True}, "flex"),
         ({"softcap": True, "traced": True}, "flex"),
-        ({"softcap": True, "dropout": 0.1}, "blockwise"),
+        ({"softcap": True, "dropout": True}, "blockwise"),
         ({"softcap": True, "dtype": torch.float32}, "blockwise"),
     ):
         assert choice._find(HOPPER._replace(**change), None) == kernel  # type: ignore[arg-type]
