@@ -30,6 +30,7 @@ __all__ = [
     "by_blocks_in_groups_plain",
     "by_vectors_plain",
     "columns_by_columns_plain",
+    "count_rows",
     "group_ends_plain",
     "maxima_plain",
     "padded_size",
@@ -57,6 +58,15 @@ def padded_size(rows: int, groups: int, uniform: bool) -> int:
     if uniform:
         return groups * (-(-rows // groups // BLOCK) * BLOCK)
     return (rows // BLOCK + groups) * BLOCK
+
+
+def count_rows(x: Tensor, sources: Tensor | None) -> int:
+    """R."""
+    return len(x if sources is None else sources)
+
+
+def _gathered(x: Tensor, sources: Tensor | None) -> Tensor:
+    return x if sources is None else x.index_select(0, sources)
 
 
 def group_ends_plain(sizes: Tensor, rows: int) -> Tensor:
@@ -103,9 +113,15 @@ def _padded(x: Tensor, ends: Tensor, padded: int) -> tuple[Tensor, Tensor]:
 
 
 def maxima_plain(
-    x: Tensor, ends: Tensor | None, groups: int, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """As ``groups.maxima_of_groups``."""
+    x = _gathered(x, sources)
     of_rows = of_cols = None
     ends = _ends(ends, x, groups)
     if rows:
@@ -118,14 +134,21 @@ def maxima_plain(
 
 
 def by_vectors_plain(
-    x: Tensor, ends: Tensor | None, groups: int, scaling: Any, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    scaling: Any,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> Codes:
     """As ``groups.quantize_groups`` without blocks."""
+    x = _gathered(x, sources)
     dtype, padded = scaling.dtype, padded_size(len(x), groups, ends is None)
     ends = _ends(ends, x, groups)
     if isinstance(scaling, VectorScaling):
         power = scaling.power_of_two
-        amax = maxima_plain(x, ends, groups, rows, cols)
+        amax = maxima_plain(x, ends, groups, rows, cols, None)
         of_rows, of_cols = (None if m is None else scale_for_plain(m, dtype, power) for m in amax)
     else:
         scale, _, seen = given_scaling(scaling)
@@ -147,9 +170,16 @@ def by_vectors_plain(
 
 
 def by_blocks_in_groups_plain(
-    x: Tensor, ends: Tensor, groups: int, scaling: BlockScaling, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor,
+    groups: int,
+    scaling: BlockScaling,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> Codes:
     """As ``groups.quantize_groups`` in blocks."""
+    x = _gathered(x, sources)
     made: list[Tensor | None] = [None] * 4
     if rows:
         codes = by_blocks_plain(x, scaling, True, False, False)
