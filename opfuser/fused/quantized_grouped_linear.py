@@ -327,8 +327,9 @@ class _GroupByGroup(_QuantizedProducts):
             )
             for n, (w, source) in enumerate(zip(ws, sources))
         ]
-        features = weights[0].shape[-2 if forward else -1]
-        out = like.new_empty(len(like), features) if out is None else out
+        if out is None:
+            shape = like.shape[0], weights[0].shape[-2 if forward else -1]
+            out = torch.empty(shape, dtype=like.dtype, device=like.device)
         how = self.how("fprop" if forward else "dgrad", like.device, like.dtype)
         return (scaled_forwards if forward else scaled_dgrads)(x, codes, groups, out, how)
 

@@ -35,9 +35,7 @@ from .quantize import (
     BLOCK,
     BlockScaling,
     Codes,
-    MeasuredScaling,
     ScaleKind,
-    TensorScaling,
     Tile,
     scale_kind,
     scales_in_fours,
@@ -90,9 +88,7 @@ def _launch_maxima(
     parts = x.new_zeros(sum(numbers), dtype=torch.float32).split(numbers)
     most = [part if n else None for part, n in zip(parts, (rows, cols))]
     padded = padded_size(count, groups, ends is None)
-    launch = _launch(
-        "maxima", (), _ROWS, groups, x.element_size(), features % _ROWS.cols == 0
-    )
+    launch = _launch("maxima", (), _ROWS, groups, x.element_size(), features % _ROWS.cols == 0)
     x, stride = rows_of(x)
     ints = (groups, padded, features, stride, count // groups)
     launch((_ROWS.programs(padded, features), 1, 1), (x, sources, ends, *most), ints)
@@ -118,9 +114,7 @@ def _launch_by_vectors(
         kind = ScaleKind(dtype, True, scaling.power_of_two)
     else:
         kind = scale_kind(scaling)
-        scale, amax = (
-            (scaling.amax, None) if kind.measured else (scaling.scale, scaling.amax)
-        )
+        scale, amax = (scaling.amax, None) if kind.measured else (scaling.scale, scaling.amax)
     tile = _BOTH if cols else _ROWS
     made = (
         x.new_empty((count, features), dtype=dtype) if rows else None,
@@ -217,9 +211,7 @@ def maxima_of_groups(
 
     NaN if one of them is. Args as in :func:`quantize_groups`.
     """
-    found: tuple[Tensor | None, Tensor | None] = _maxima(
-        x, ends, groups, rows, cols, sources
-    )
+    found: tuple[Tensor | None, Tensor | None] = _maxima(x, ends, groups, rows, cols, sources)
     return found
 
 

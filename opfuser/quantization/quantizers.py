@@ -235,9 +235,7 @@ class OperandQuantizer(NamedTuple):
         if isinstance(recipe, Float8RowwiseScaling):
             return quantize_groups(x, ends, groups, VectorScaling(dtype), **wants)
         if role == "weight" and isinstance(recipe, Float8BlockScaling):
-            return self._codes(
-                role, x, {"rows": wants["rows"], "cols": wants["cols"]}, False, None
-            )
+            return self._codes(role, x, {"rows": wants["rows"], "cols": wants["cols"]}, False, None)
         scaling = self.given(role)
         if scaling is None and wants["sources"] is not None:
             scaling = self.from_amax(role, amax_of(x))

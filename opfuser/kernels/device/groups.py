@@ -42,9 +42,7 @@ def ends(sizes_ptr, ends_ptr, G, R, GROUPS: tl.constexpr, TILE_ROWS: tl.constexp
 
 
 @triton.jit
-def rows_of_tile(
-    ends_ptr, tile_row, G, SIZE, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr
-):
+def rows_of_tile(ends_ptr, tile_row, G, SIZE, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr):
     """A tile's group, G for none, rows of the first of its four tensors, and where they end."""
     if ends_ptr is None:
         tiles = tl.cdiv(SIZE, TILE_ROWS)
@@ -119,9 +117,7 @@ def raise_rows(ptr, row, end, v):
 
 
 @triton.jit
-def store_scaled(
-    ptr, scale_ptr, row, end, C, col, within, v, scale, is_first, E5M2: tl.constexpr
-):
+def store_scaled(ptr, scale_ptr, row, end, C, col, within, v, scale, is_first, E5M2: tl.constexpr):
     """Codes of ``v s`` of one of a tile's four tensors by rows, and 1 / s if it is the first."""
     store_row(ptr, row, C, col, (row < end) & within, v * scale, E5M2, False)
     inverse = inverse_of(scale) + tl.zeros(row.shape, tl.float32)
