@@ -1,8 +1,8 @@
 """Who multiplies quantised operands: torch, or another library that a recipe chooses by name.
 
 A provider decides by what a plan knows, a :class:`Gemm`, so that plans can say who multiplies what
-and why not; products that it refuses are torch's, and so are those of groups of rows. ``Recipe.gemm`` chooses one for a region or a
-Sequential::
+and why not; products that it refuses are torch's, and no provider multiplies groups of rows.
+``Recipe.gemm`` chooses one for a region or a Sequential::
 
     with opfuser.autocast(recipe=opfuser.recipe.Float8CurrentScaling(gemm="te")):
         ...
@@ -19,7 +19,7 @@ Providers are:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import opfuser
 from benchmarks import timing
 from benchmarks.gpu import peers
 from benchmarks.gpu.contest import solve
@@ -157,9 +156,7 @@ def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int
         return share(made, source)
 
     functions: dict[str, Function] = {
-        REFERENCE: within(
-            lambda x: by_hand(source.router, source.gate_up, source.down, x, top_k)
-        ),
+        REFERENCE: within(lambda x: by_hand(source.router, source.gate_up, source.down, x, top_k)),
         OURS: ours(),
     }
     if fp8:
@@ -227,12 +224,11 @@ def grouped_products(
                 calls.append(lambda dy=dy, w=w: F.grouped_mm(dy, w, offs=ends))
                 calls.append(lambda dy=dy, x=x: F.grouped_mm(dy.t(), x, offs=ends))
             continue
-        multiply = functools.partial(scaled_by_ones, ends, options.dtype)
-        calls.append(lambda a=codes(x), b=codes(w), f=multiply: f(a, b.transpose(1, 2), True))
+        multiply = functools.partial(functools.partial, scaled_by_ones, ends, options.dtype)
+        calls.append(multiply(codes(x), codes(w).transpose(1, 2), True))
         if step:
-            turned = codes(w.transpose(1, 2))
-            calls.append(lambda a=codes(dy), b=turned, f=multiply: f(a, b.transpose(1, 2)))
-            calls.append(lambda a=codes(dy.t()), b=codes(x.t()), f=multiply: f(a, b.t()))
+            calls.append(multiply(codes(dy), codes(w.transpose(1, 2)).transpose(1, 2)))
+            calls.append(multiply(codes(dy.t()), codes(x.t()).t()))
     return calls
 
 
@@ -248,9 +244,7 @@ def scaled_by_ones(
     shape = (b.shape[1] * groups,) if b.dim() == 2 else (len(b), b.shape[2])
     of_b = torch.ones(shape, device=a.device)
     assert scaled_grouped_mm is not None
-    return scaled_grouped_mm(
-        a, b, of_a, of_b, offs=ends, out_dtype=dtype, use_fast_accum=fast
-    )
+    return scaled_grouped_mm(a, b, of_a, of_b, offs=ends, out_dtype=dtype, use_fast_accum=fast)
 
 
 def gemm_rows(options: Options, size: Size, routing: str, *, fp8: bool) -> Iterator[Row]:
@@ -327,7 +321,8 @@ def rows(options: Options) -> Iterator[Row]:
             if row["pass"] == STEP and options.device.type == "cuda" and made:
                 function = made[0].functions.get(row["contestant"])
                 if function is not None and "failure" not in row:
-                    waits, failure = timing.attempt(lambda f=function: host_waits(made[0], f))
+                    count = functools.partial(host_waits, made[0], function)
+                    waits, failure = timing.attempt(count)
                     row["host_waits"] = waits if failure is None else failure
             yield with_flops(row)
 

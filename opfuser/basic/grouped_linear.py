@@ -359,7 +359,9 @@ class GroupedLinear(BasicOperation):
         dtype = autocast_dtype(input_.device) or weights[0].dtype
         shape = *input_.shape[:-1], self.out_features
         if output is not None or grad_input is not None:
-            others = [input_, *given["basic_op_extra_inputs"][0], *weights, *biases]
+            others = [*given["basic_op_extra_inputs"][0], *weights, *biases]
+            if isinstance(input_, Tensor):  # codes have memory that nobody else knows
+                others.append(input_)
             like = {"output": (shape, dtype), "grad_input": (input_.shape, input_.dtype)}
             check_buffers((output, grad_input), like, input_.device, others, where)
         x = as_rows(input_).to(dtype)
@@ -389,6 +391,11 @@ class GroupedLinear(BasicOperation):
 
     def holds_data(self, n: int) -> bool:
         return not self.multiplies_whole or n >= len(self._weight_names)
+
+    @property
+    def weight_count(self) -> int:
+        """How many parameters are weights; these come first."""
+        return len(self._weight_names)
 
     def wants_weights(self, ctx: OperationContext) -> bool:
         """Whether a gradient of a weight will be read."""

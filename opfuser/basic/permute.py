@@ -48,6 +48,7 @@ class Permute(BasicOperation):
 
     num_extra_inputs: int = 2
     num_extra_outputs: int = 3
+    emits_groups: ClassVar[bool] = True
     read_only: ClassVar[frozenset[str]] = frozenset(
         {"weighted", "num_extra_inputs", "num_extra_outputs"}
     )
@@ -97,7 +98,11 @@ class Permute(BasicOperation):
         # The inverse of a permutation has the first as its inverse.
         row_map = slots(order).view(indices.shape)
         split_sizes = counts(indices, num_experts).long()
-        rows = _gather(input_, order, indices.shape[-1])
+        quantizer, k = given["next_op_input_quantizer"], indices.shape[-1]
+        if quantizer is None:
+            rows = _gather(input_, order, k)
+        else:
+            rows = quantizer.gathered(input_, tokens(order, k), split_sizes)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(row_map))
         if weights is None:

@@ -331,6 +331,8 @@ def _quantizer_between(
     if env.recipe is None:
         return None
     if stage == "forward":
+        if first.emits_groups:
+            return second.takes_groups(env, needs_of(behind, needs), first)
         wanted = first.emits_quantized
         return second.takes_quantized(env, needs_of(behind, needs)) if wanted else None
     if not second.emits_quantized_grad or not any(

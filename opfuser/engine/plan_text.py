@@ -102,7 +102,8 @@ def _gemms(plan: Plan, step: Step, unquantized: str) -> list[str]:
     if chosen and not rest:
         return chosen
     real = env.device.type == "meta" or multiplies(env.device, env.recipe)
-    return [*chosen, "scaled_mm" if real else "emulated scaled_mm"]
+    name = "scaled_mm" if unquantized == "cuBLAS" else f"scaled {unquantized}"
+    return [*chosen, name if real else f"emulated {name}"]
 
 
 def _about_kernels(plan: Plan) -> str:

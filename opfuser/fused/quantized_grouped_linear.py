@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,14 @@ from typing_extensions import Unpack
 from ..basic._grouped_products import GroupedProducts, matrices
 from ..basic._grouped_weight_grad import GroupedProduct, ScaledGroupedProduct
 from ..basic.grouped_linear import GroupedLinear
+from ..basic.permute import Permute
 from ..context import (
     BackwardResult,
     Contexts,
     ExtraTensors,
     ForwardArguments,
     ForwardResult,
+    GradNeeds,
     OperationContext,
 )
 from ..fusion import Env, Fusion, Refusal, Requires
@@ -33,9 +36,14 @@ from ..gemm.scaled_groups import (
 )
 from ..kernels.groups import group_ends
 from ..kernels.quantize import Codes
-from ..op import BasicOperation, FusedOperation
+from ..op import BasicOperation, FusedOperation, FusibleOperation
 from ..quantization.products import accumulation
-from ..quantization.quantizers import OperandQuantizer, kept_weights
+from ..quantization.quantizers import (
+    GroupQuantizer,
+    OperandQuantizer,
+    QuantizedTensor,
+    kept_weights,
+)
 from ..recipe import Recipe
 
 __all__ = ["FUSION", "QuantizedGroupedLinear"]
@@ -88,6 +96,21 @@ class QuantizedGroupedLinear(FusedOperation):
     def quantized_ops(self) -> Sequence[BasicOperation]:
         return (self.linear,)
 
+    def takes_groups(
+        self, env: Env, needs: Sequence[GradNeeds | None], gathers: FusibleOperation
+    ) -> GroupQuantizer | None:
+        recipe, linear, need = self.recipe, self.linear, needs[0]
+        if not isinstance(gathers, Permute) or _is_small(recipe) or recipe.fprop != "fp8":
+            return None
+        # Only those sizes say how the rows are gathered.
+        sizes, own = gathers._extra_output_channels[1], linear._extra_input_channels[0]
+        if sizes is None or own != sizes or gathers.num_experts != linear.num_groups:
+            return None
+        saves = need is not None and any(need.parameters[: linear.weight_count])
+        if saves and recipe.wgrad != "fp8":
+            return None
+        return GroupQuantizer(OperandQuantizer(linear, recipe), linear.num_groups, True, saves)
+
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
@@ -124,7 +147,7 @@ class _QuantizedProducts(GroupedProducts):
 
     def forward(
         self,
-        x: Tensor,
+        x: Any,
         weights: Sequence[Tensor],
         groups: RowGroups,
         *,
@@ -133,8 +156,8 @@ class _QuantizedProducts(GroupedProducts):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         rows, cols = self.recipe.fprop == "fp8", save and self.recipe.wgrad == "fp8"
         self.locate(x, groups)
-        codes = None
-        if rows or cols:
+        codes = x.codes if isinstance(x, QuantizedTensor) else None
+        if codes is None and (rows or cols):
             codes = self.quantized("input", x, groups, rows=rows, cols=cols)
         self.ctx.compute_dtype = x.dtype
         # Backward is given views of the weights, by which nothing is kept.
@@ -198,7 +221,7 @@ class _QuantizedProducts(GroupedProducts):
     # Where the groups end, if products find them on the device.
     ends: Tensor | None = None
 
-    def locate(self, x: Tensor, groups: RowGroups) -> None:
+    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
         """Finds the groups of a forward pass."""
 
     def quantized(
@@ -212,7 +235,7 @@ class _QuantizedProducts(GroupedProducts):
         x: Codes,
         weights: Sequence[Tensor],
         groups: RowGroups,
-        like: Tensor,
+        like: Tensor | QuantizedTensor,
         out: Tensor | None,
         *,
         forward: bool,
@@ -234,8 +257,8 @@ class _OnDevice(_QuantizedProducts):
         modes = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
         return "bf16" in modes and super().reads_sizes(x, out_features)
 
-    def locate(self, x: Tensor, groups: RowGroups) -> None:
-        self.ends = group_ends(groups.lengths.to(x.device), len(x))
+    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
+        self.ends = group_ends(groups.lengths.to(x.device), x.shape[0])
 
     def quantized(
         self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
@@ -248,7 +271,7 @@ class _OnDevice(_QuantizedProducts):
         x: Codes,
         weights: Sequence[Tensor],
         groups: RowGroups,
-        like: Tensor,
+        like: Tensor | QuantizedTensor,
         out: Tensor | None,
         *,
         forward: bool,
@@ -290,7 +313,7 @@ class _GroupByGroup(_QuantizedProducts):
         x: Codes,
         weights: Sequence[Tensor],
         groups: RowGroups,
-        like: Tensor,
+        like: Tensor | QuantizedTensor,
         out: Tensor | None,
         *,
         forward: bool,
@@ -304,8 +327,9 @@ class _GroupByGroup(_QuantizedProducts):
             )
             for n, (w, source) in enumerate(zip(ws, sources))
         ]
-        features = weights[0].shape[-2 if forward else -1]
-        out = like.new_empty(len(like), features) if out is None else out
+        if out is None:
+            shape = like.shape[0], weights[0].shape[-2 if forward else -1]
+            out = torch.empty(shape, dtype=like.dtype, device=like.device)
         how = self.how("fprop" if forward else "dgrad", like.device, like.dtype)
         return (scaled_forwards if forward else scaled_dgrads)(x, codes, groups, out, how)
 

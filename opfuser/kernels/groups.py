@@ -25,6 +25,7 @@ from .groups_plain import (
     VectorScaling,
     by_blocks_in_groups_plain,
     by_vectors_plain,
+    count_rows,
     group_ends_plain,
     maxima_plain,
     padded_size,
@@ -34,9 +35,7 @@ from .quantize import (
     BLOCK,
     BlockScaling,
     Codes,
-    MeasuredScaling,
     ScaleKind,
-    TensorScaling,
     Tile,
     scale_kind,
     scales_in_fours,
@@ -77,36 +76,45 @@ def _launch_ends(sizes: Tensor, rows: int) -> Tensor:
 
 
 def _launch_maxima(
-    x: Tensor, ends: Tensor | None, groups: int, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    count, features = x.shape
+    count, features = count_rows(x, sources), x.shape[1]
     numbers = count * rows, groups * features * cols
     parts = x.new_zeros(sum(numbers), dtype=torch.float32).split(numbers)
     most = [part if n else None for part, n in zip(parts, (rows, cols))]
     padded = padded_size(count, groups, ends is None)
-    launch = _launch(
-        "maxima", (), _ROWS, groups, x.element_size(), features % _ROWS.cols == 0
-    )
+    launch = _launch("maxima", (), _ROWS, groups, x.element_size(), features % _ROWS.cols == 0)
     x, stride = rows_of(x)
     ints = (groups, padded, features, stride, count // groups)
-    launch((_ROWS.programs(padded, features), 1, 1), (x, ends, *most), ints)
+    launch((_ROWS.programs(padded, features), 1, 1), (x, sources, ends, *most), ints)
     return most[0], most[1]
 
 
 def _launch_by_vectors(
-    x: Tensor, ends: Tensor | None, groups: int, scaling: Any, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    scaling: Any,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> Codes:
-    count, features = x.shape
+    count, features = count_rows(x, sources), x.shape[1]
     padded, dtype = padded_size(count, groups, ends is None), scaling.dtype
     scale = amax = row_amax = col_amax = None
     if isinstance(scaling, VectorScaling):
-        row_amax, col_amax = maxima_of_groups(x, ends, groups, rows=rows, cols=cols)
+        row_amax, col_amax = maxima_of_groups(
+            x, ends, groups, rows=rows, cols=cols, sources=sources
+        )
         kind = ScaleKind(dtype, True, scaling.power_of_two)
     else:
         kind = scale_kind(scaling)
-        scale, amax = (
-            (scaling.amax, None) if kind.measured else (scaling.scale, scaling.amax)
-        )
+        scale, amax = (scaling.amax, None) if kind.measured else (scaling.scale, scaling.amax)
     tile = _BOTH if cols else _ROWS
     made = (
         x.new_empty((count, features), dtype=dtype) if rows else None,
@@ -120,15 +128,21 @@ def _launch_by_vectors(
     x, stride = rows_of(x)
     step = 0 if scale is None or scale.numel() == 1 else 1
     ints = (groups, padded, features, stride, count // groups, step)
-    tensors = (x, ends, row_amax, col_amax, scale, *made, amax)
+    tensors = (x, sources, ends, row_amax, col_amax, scale, *made, amax)
     launch((tile.programs(padded, features), 1, 1), tensors, ints)
     return Codes(*made, None)
 
 
 def _launch_by_blocks(
-    x: Tensor, ends: Tensor, groups: int, scaling: BlockScaling, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor,
+    groups: int,
+    scaling: BlockScaling,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> Codes:
-    count, features = x.shape
+    count, features = count_rows(x, sources), x.shape[1]
     padded = padded_size(count, groups, uniform=False)
     blocks, across = padded // BLOCK, features // BLOCK
     dtype, power_of_two, square_cols = scaling
@@ -154,7 +168,7 @@ def _launch_by_blocks(
     launch = _launch("by_blocks", tuple(flags.items()), _SQUARE, groups, x.element_size(), True)
     x, stride = rows_of(x)
     ints = (count, groups, padded, features, stride)
-    launch((blocks * across, 1, 1), (x, ends, *made), ints)
+    launch((blocks * across, 1, 1), (x, sources, ends, *made), ints)
     return Codes(*made, None)
 
 
@@ -185,13 +199,19 @@ def group_ends(sizes: Tensor, rows: int) -> Tensor:
 
 
 def maxima_of_groups(
-    x: Tensor, ends: Tensor | None, groups: int, *, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    *,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """``max |x|`` of each row, (R,), and of each column of each group, (G C,), in fp32.
 
     NaN if one of them is. Args as in :func:`quantize_groups`.
     """
-    found: tuple[Tensor | None, Tensor | None] = _maxima(x, ends, groups, rows, cols)
+    found: tuple[Tensor | None, Tensor | None] = _maxima(x, ends, groups, rows, cols, sources)
     return found
 
 
@@ -203,6 +223,7 @@ def quantize_groups(
     *,
     rows: bool,
     cols: bool,
+    sources: Tensor | None = None,
 ) -> Codes:
     """Codes of the rows of groups in the layouts that are wanted.
 
@@ -212,7 +233,9 @@ def quantize_groups(
         groups: G.
         scaling: its scale or amax is (1,), or (G,), one for each group.
         rows, cols: which layouts are wanted.
+        sources: (R,) integers; row r of the groups is row ``sources[r]`` of x, which has any number
+            of them. None: row r.
     """
     by = _by_blocks if isinstance(scaling, BlockScaling) else _by_vectors
-    codes: Codes = by(x, ends, groups, scaling, rows, cols)
+    codes: Codes = by(x, ends, groups, scaling, rows, cols, sources)
     return codes

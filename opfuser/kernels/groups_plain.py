@@ -30,6 +30,7 @@ __all__ = [
     "by_blocks_in_groups_plain",
     "by_vectors_plain",
     "columns_by_columns_plain",
+    "count_rows",
     "group_ends_plain",
     "maxima_plain",
     "padded_size",
@@ -57,6 +58,15 @@ def padded_size(rows: int, groups: int, uniform: bool) -> int:
     if uniform:
         return groups * (-(-rows // groups // BLOCK) * BLOCK)
     return (rows // BLOCK + groups) * BLOCK
+
+
+def count_rows(x: Tensor, sources: Tensor | None) -> int:
+    """R."""
+    return len(x if sources is None else sources)
+
+
+def _gathered(x: Tensor, sources: Tensor | None) -> Tensor:
+    return x if sources is None else x.index_select(0, sources)
 
 
 def group_ends_plain(sizes: Tensor, rows: int) -> Tensor:
@@ -103,9 +113,15 @@ def _padded(x: Tensor, ends: Tensor, padded: int) -> tuple[Tensor, Tensor]:
 
 
 def maxima_plain(
-    x: Tensor, ends: Tensor | None, groups: int, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """As ``groups.maxima_of_groups``."""
+    x = _gathered(x, sources)
     of_rows = of_cols = None
     ends = _ends(ends, x, groups)
     if rows:
@@ -118,14 +134,21 @@ def maxima_plain(
 
 
 def by_vectors_plain(
-    x: Tensor, ends: Tensor | None, groups: int, scaling: Any, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor | None,
+    groups: int,
+    scaling: Any,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> Codes:
     """As ``groups.quantize_groups`` without blocks."""
+    x = _gathered(x, sources)
     dtype, padded = scaling.dtype, padded_size(len(x), groups, ends is None)
     ends = _ends(ends, x, groups)
     if isinstance(scaling, VectorScaling):
         power = scaling.power_of_two
-        amax = maxima_plain(x, ends, groups, rows, cols)
+        amax = maxima_plain(x, ends, groups, rows, cols, None)
         of_rows, of_cols = (None if m is None else scale_for_plain(m, dtype, power) for m in amax)
     else:
         scale, _, seen = given_scaling(scaling)
@@ -134,40 +157,49 @@ def by_vectors_plain(
         of_groups = scale.expand(groups)
         of_rows = of_groups[_groups_of(ends[0], len(x))]
         of_cols = of_groups.repeat_interleave(x.shape[1])
-    made: list[Tensor | None] = [None] * 4
+    by_rows = by_cols = None
     if rows and of_rows is not None:
-        made[:2] = encode(x, of_rows[:, None], dtype), of_rows.reciprocal()
+        by_rows, of_rows = encode(x, of_rows[:, None], dtype), of_rows.reciprocal()
     if cols and of_cols is not None:
         values, own = _padded(x, ends, padded)
         of_each = of_cols.view(groups, -1)[_groups_of(ends[1], padded)]
         codes = encode(values, of_each, dtype)
         codes.view(torch.uint8).masked_fill_(~own[:, None], 0)  # also where a scale is NaN
-        made[2:] = codes.t().contiguous(), of_cols.reciprocal()
-    return Codes(*made, None)
+        by_cols, of_cols = codes.t().contiguous(), of_cols.reciprocal()
+    return Codes(by_rows, of_rows if rows else None, by_cols, of_cols if cols else None, None)
 
 
 def by_blocks_in_groups_plain(
-    x: Tensor, ends: Tensor, groups: int, scaling: BlockScaling, rows: bool, cols: bool
+    x: Tensor,
+    ends: Tensor,
+    groups: int,
+    scaling: BlockScaling,
+    rows: bool,
+    cols: bool,
+    sources: Tensor | None,
 ) -> Codes:
     """As ``groups.quantize_groups`` in blocks."""
-    made: list[Tensor | None] = [None] * 4
+    x = _gathered(x, sources)
+    by_rows = of_rows = by_cols = of_cols = None
     if rows:
         codes = by_blocks_plain(x, scaling, True, False, False)
         assert codes.rows is not None
         assert codes.row_scale is not None
-        made[:2] = codes.rows[: len(x)], codes.row_scale[:, : len(x)].contiguous()
+        by_rows, of_rows = codes.rows[: len(x)], codes.row_scale[:, : len(x)].contiguous()
     if cols:
         values, own = _padded(x, ends, padded_size(len(x), groups, uniform=False))
         codes = by_blocks_plain(values, scaling, False, True, False)
-        assert codes.cols is not None
-        codes.cols.view(torch.uint8).masked_fill_(~own, 0)
-        made[2:] = codes.cols, codes.col_scale
-    return Codes(*made, None)
+        by_cols, of_cols = codes.cols, codes.col_scale
+        assert by_cols is not None
+        by_cols.view(torch.uint8).masked_fill_(~own, 0)
+    return Codes(by_rows, of_rows, by_cols, of_cols, None)
 
 
 def _in_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Values of codes (M, K) with scales (K / 128, M)."""
-    return (codes.float().unflatten(1, (-1, BLOCK)) * scale.t().unsqueeze(2)).flatten(1)
+    values: Tensor = codes.float()
+    values.unflatten(1, (-1, BLOCK)).mul_(scale.t().unsqueeze(2))
+    return values
 
 
 def _in_squares(codes: Tensor, scale: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class FusibleOperation(TracedCalls, Tracked):
             fused one of it, by default, has those of its basic operations.
         emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
             output, where it is given one.
+        emits_groups: whether forward gathers the rows of groups as ``next_op_input_quantizer``, a
+            ``GroupQuantizer``, says where it is given one.
         emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
             context makes of the gradient of its input, where that is not None.
     """
@@ -77,6 +79,7 @@ class FusibleOperation(TracedCalls, Tracked):
     recordable: ClassVar[bool] = False
     kernels: ClassVar[tuple[str, ...]] = ()
     emits_quantized: ClassVar[bool] = False
+    emits_groups: ClassVar[bool] = False
     emits_quantized_grad: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -115,6 +118,17 @@ class FusibleOperation(TracedCalls, Tracked):
         Args:
             env: the ``Env`` of the call.
             needs: for each basic operation the gradients that will be read.
+        """
+        return None
+
+    def takes_groups(
+        self, env: Any, needs: Sequence[GradNeeds | None], gathers: FusibleOperation
+    ) -> Any | None:
+        """The ``GroupQuantizer`` of what ``gathers`` gathers for it, likewise.
+
+        Args:
+            env, needs: as of :meth:`takes_quantized`.
+            gathers: the operation in front.
         """
         return None
 

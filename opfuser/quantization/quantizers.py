@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
-from ..kernels.groups import VectorScaling, maxima_of_groups, quantize_groups
+from ..kernels.groups import VectorScaling, group_ends, maxima_of_groups, quantize_groups
 from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
 from ..kernels.microscaling_plain import dequantized_rows
 from ..kernels.pointwise import draw_seed
@@ -45,6 +45,7 @@ from .watch import is_watched, tell
 from .weights import weight_codes
 
 __all__ = [
+    "GroupQuantizer",
     "OperandQuantizer",
     "QuantizedTensor",
     "Quantizer",
@@ -196,7 +197,15 @@ class OperandQuantizer(NamedTuple):
         return TensorScaling(state.learn(role, amax, recipe), dtype, state.amax_seen(role))
 
     def quantize_groups(
-        self, role: str, x: Tensor, ends: Tensor | None, groups: int, *, rows: bool, cols: bool
+        self,
+        role: str,
+        x: Tensor,
+        ends: Tensor | None,
+        groups: int,
+        *,
+        rows: bool,
+        cols: bool,
+        sources: Tensor | None = None,
     ) -> Codes:
         """Codes of the rows of groups, as ``kernels.groups`` lays them out.
 
@@ -209,11 +218,13 @@ class OperandQuantizer(NamedTuple):
             ends: where groups end; None for weights, which have R / G rows each.
             groups: G.
             rows, cols: which layouts are wanted.
+            sources: (R,), where rows of groups are in x; each of its rows is one of them.
         """
         watched = is_watched()
-        wants = {"rows": rows or watched, "cols": cols}
+        wants: Any = {"rows": rows or watched, "cols": cols, "sources": sources}
         codes = self._codes_of_groups(role, x, ends, groups, wants)
         if watched:
+            x = x if sources is None else x.index_select(0, sources)
             self._tell_groups(role, x, codes, groups if role == "weight" else 1)
         return codes
 
@@ -224,9 +235,11 @@ class OperandQuantizer(NamedTuple):
         if isinstance(recipe, Float8RowwiseScaling):
             return quantize_groups(x, ends, groups, VectorScaling(dtype), **wants)
         if role == "weight" and isinstance(recipe, Float8BlockScaling):
-            return self._codes(role, x, wants, False, None)
+            return self._codes(role, x, {"rows": wants["rows"], "cols": wants["cols"]}, False, None)
         scaling = self.given(role)
-        if scaling is None:
+        if scaling is None and wants["sources"] is not None:
+            scaling = self.from_amax(role, amax_of(x))
+        elif scaling is None:
             # Not amax_of(x): what lies behind the last group is nobody's.
             most, _ = maxima_of_groups(x, ends, groups, rows=True, cols=False)
             assert most is not None
@@ -379,6 +392,40 @@ class Quantizer(NamedTuple):
         return self.operands.quantize(
             self.role, x, rows=self.rows, cols=self.cols, column_sum=self.column_sum
         )
+
+
+class GroupQuantizer(NamedTuple):
+    """How an operation wants the rows of groups that another one gathers for it.
+
+    Attributes:
+        operands: of the operation.
+        groups: how many.
+        rows, cols: the layouts that it reads.
+    """
+
+    operands: OperandQuantizer
+    groups: int
+    rows: bool
+    cols: bool
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, bool]:
+        """The format, and whether by rows and by columns."""
+        return self.operands.recipe.dtype("input"), self.rows, self.cols
+
+    def gathered(self, x: Tensor, sources: Tensor, sizes: Tensor) -> QuantizedTensor:
+        """Codes of rows of x (..., C) in the order of groups.
+
+        Args:
+            x: the tensor.
+            sources: (R,): for each row of the groups which row of x it is.
+            sizes: (G,): rows of the groups.
+        """
+        codes = self.operands.quantize_groups(
+            "input", x.reshape(-1, x.shape[-1]), group_ends(sizes, len(sources)), self.groups,
+            rows=self.rows, cols=self.cols, sources=sources,
+        )  # fmt: skip
+        return QuantizedTensor(codes, torch.Size((len(sources), x.shape[-1])), x.dtype)
 
 
 def scalings(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 

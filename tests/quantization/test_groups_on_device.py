@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from opfuser import GroupedLinear
 from opfuser.kernels import grouped_products
 from opfuser.kernels.groups import group_ends
 from opfuser.kernels.launch import recorded
+from opfuser.models.moe import MoEConfig, experts
 from opfuser.quantization.quantizers import OperandQuantizer
 from opfuser.recipe import (
     DelayedScaling,
@@ -22,6 +24,7 @@ from opfuser.recipe import (
     Float8PredictedScaling,
     Float8RowwiseScaling,
     Format,
+    MXFP8BlockScaling,
     Recipe,
 )
 from tests.quantization.test_values import error
@@ -60,10 +63,10 @@ def a_step(op: GroupedLinear, recipe: Recipe, groups: int) -> tuple[list[str], l
     sizes = torch.empty(groups, device=META, dtype=torch.int64)
     for _ in range(2):
         # Entered first: a region may update the scales of operations of other tests.
-        with opfuser.autocast(recipe=recipe), recorded(only_meta=True) as launches:
-            with Operators() as operators:
-                y = op(x, sizes)
-                torch.autograd.grad(y, [x, *op.parameters()], torch.empty_like(y))
+        region, operators = opfuser.autocast(recipe=recipe), Operators()
+        with region, recorded(only_meta=True) as launches, operators:
+            y = op(x, sizes)
+            torch.autograd.grad(y, [x, *op.parameters()], torch.empty_like(y))
     assert y.shape == (256, 256)
     return [launch.launch.name for launch in launches], operators.names
 
@@ -213,6 +216,59 @@ def test_rows_behind_the_last_group_have_no_part_in_scales() -> None:
     assert codes.cols is not None
     assert alone.cols is not None
     assert torch.equal(codes.rows[:150].view(torch.uint8), alone.rows.view(torch.uint8))
-    assert torch.equal(
-        codes.cols[:, :256].view(torch.uint8), alone.cols[:, :256].view(torch.uint8)
-    )
+    assert torch.equal(codes.cols[:, :256].view(torch.uint8), alone.cols[:, :256].view(torch.uint8))
+
+
+@each_recipe
+def test_rows_are_quantised_as_they_are_gathered(recipe: Recipe) -> None:
+    """Output and all gradients are those of rows that are copied first, bit for bit."""
+    found = []
+    for copied in (False, True):
+        torch.manual_seed(0)
+        config = MoEConfig(dim=128, ffn_dim=128, num_experts=4, top_k=2, init_std=0.3)
+        model = experts(config)
+        x = torch.randn(50, 128, requires_grad=True)
+        with opfuser.autocast(recipe=recipe):
+            plan = model.plan(x)
+            # What is watched is handed on as tensors.
+            with opfuser.watch_quantization() if copied else contextlib.nullcontext():
+                y = model(x)
+        found.append([y.detach(), *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])])
+        edges = [edge for edge in plan.edges if edge.stage == "forward"]
+        assert [(edge.source, edge.target) for edge in edges] == [(4, 5)]
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "expected"),
+    [
+        (Float8RowwiseScaling(), "sizes", True),
+        (Float8RowwiseScaling(), "others", False),
+        (Float8RowwiseScaling(fprop="bf16"), "sizes", False),
+        (Float8RowwiseScaling(wgrad="bf16"), "sizes", False),
+        (MXFP8BlockScaling(), "sizes", False),
+    ],
+    ids=str,
+)
+def test_which_rows_are_handed_on_as_codes(recipe: Recipe, sizes: str, expected: bool) -> None:
+    """Only those of the groups that Permute makes: by other sizes they lie elsewhere."""
+    permute, linear = opfuser.Permute(2, weighted=False), GroupedLinear(2, 128, 128)
+    permute.set_extra_output_channel(1, "sizes", output_to_caller=False)
+    x, indices = torch.randn(6, 128), torch.tensor([[0], [1], [1], [0], [1], [1]])
+    given, split = [indices], torch.tensor([2, 4])
+    if sizes == "sizes":
+        linear.set_extra_input_channel(0, "sizes")
+    else:
+        split = torch.tensor([3, 3])
+        given.append(split)
+    seq = opfuser.Sequential(permute, linear)
+    with opfuser.autocast(recipe=recipe):
+        plan = seq.plan(x, *given)
+        y = seq(x, *given)
+        rows = x[indices.flatten().argsort(stable=True)]
+        alone = GroupedLinear(2, 128, 128)
+        alone.load_state_dict(linear.state_dict())
+        want = alone(rows, split)
+    assert bool([edge for edge in plan.edges if edge.stage == "forward"]) == expected
+    torch.testing.assert_close(y[0], want, rtol=0, atol=0)

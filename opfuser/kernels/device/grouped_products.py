@@ -70,7 +70,7 @@ def rows_by_matrices(
     if BLOCKS:
         a_scale_ptr += last_row
         b_scale_ptr += group.to(tl.int64) * scale_group + tile_n * scale_stride
-    for step in range(0, tl.cdiv(K, TILE_K)):
+    for step in range(tl.cdiv(K, TILE_K)):
         here = step * TILE_K + k
         a = load_codes(a_ptr, here[None, :], K, EVEN)
         b = load_codes(b_ptr, here[:, None], K, EVEN)
@@ -119,10 +119,10 @@ def columns_by_columns(
     a_ptr += last_n[:, None] * P + row[None, :]
     b_ptr += last_c[None, :] * P + row[:, None]
     total = tl.zeros((TILE_ROWS, TILE_COLS), tl.float32)
-    for block in range(start, stop):
-        a, b = tl.load(a_ptr + block * TILE_K), tl.load(b_ptr + block * TILE_K)
+    for step in range(start, stop):
+        a, b = tl.load(a_ptr + step * TILE_K), tl.load(b_ptr + step * TILE_K)
         if BLOCKS:
-            block = block.to(tl.int64)
+            block = tl.cast(step, tl.int64)
             of_rows = tl.load(a_scale_ptr + block * N + last_n)
             if SQUARES:
                 across = tl.cdiv(P // TILE_K, 4) * 4

@@ -2,7 +2,8 @@
 
 Dimensions: R rows, G groups, P rows where each group has a multiple of 128 of them and at least
 128; C columns. ``ends`` (2, G) holds where groups end among R rows, and among P. Without ``ends``
-groups have SIZE rows each. Codes by rows are (R, C), without padding; by columns (C, P).
+groups have SIZE rows each. Codes by rows are (R, C), without padding; by columns (C, P). With
+``sources`` (R,), row r of x is in memory row ``sources[r]``: a gather costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from .fp8 import (
     inverse_of,
     largest_along,
     largest_of_four,
-    load_four,
     pairs_of,
     place,
     raise_amax,
@@ -42,9 +42,7 @@ def ends(sizes_ptr, ends_ptr, G, R, GROUPS: tl.constexpr, TILE_ROWS: tl.constexp
 
 
 @triton.jit
-def rows_of_tile(
-    ends_ptr, tile_row, G, SIZE, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr
-):
+def rows_of_tile(ends_ptr, tile_row, G, SIZE, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr):
     """A tile's group, G for none, rows of the first of its four tensors, and where they end."""
     if ends_ptr is None:
         tiles = tl.cdiv(SIZE, TILE_ROWS)
@@ -64,8 +62,28 @@ def rows_of_tile(
 
 
 @triton.jit
+def load_row(x_ptr, sources_ptr, row, end, stride, col, within):
+    """One of a tile's four tensors in fp32, zeros where the group has ended."""
+    source = row
+    if sources_ptr is not None:
+        source = tl.load(sources_ptr + row, mask=row < end, other=0).to(tl.int64)
+    v = tl.load(x_ptr + source * stride + col, mask=(row < end) & within, other=0.0)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def load_rows(x_ptr, sources_ptr, row, end, stride, col, within):
+    """The four tensors of a tile; all are loaded before anything is stored."""
+    v0 = load_row(x_ptr, sources_ptr, row, end, stride, col, within)
+    v1 = load_row(x_ptr, sources_ptr, row + 1, end, stride, col, within)
+    v2 = load_row(x_ptr, sources_ptr, row + 2, end, stride, col, within)
+    v3 = load_row(x_ptr, sources_ptr, row + 3, end, stride, col, within)
+    return v0, v1, v2, v3
+
+
+@triton.jit
 def maxima(
-    x_ptr, ends_ptr, row_amax_ptr, col_amax_ptr,
+    x_ptr, sources_ptr, ends_ptr, row_amax_ptr, col_amax_ptr,
     G, P, C, x_stride, SIZE,
     GROUPS: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
@@ -78,8 +96,7 @@ def maxima(
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
     within = True if EVEN else col < C
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, end, within, False)
-    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+    v0, v1, v2, v3 = load_rows(x_ptr, sources_ptr, row, end, x_stride, col, within)
     if row_amax_ptr is not None:
         raise_rows(row_amax_ptr, row, end, v0)
         raise_rows(row_amax_ptr, row + 1, end, v1)
@@ -100,9 +117,7 @@ def raise_rows(ptr, row, end, v):
 
 
 @triton.jit
-def store_scaled(
-    ptr, scale_ptr, row, end, C, col, within, v, scale, is_first, E5M2: tl.constexpr
-):
+def store_scaled(ptr, scale_ptr, row, end, C, col, within, v, scale, is_first, E5M2: tl.constexpr):
     """Codes of ``v s`` of one of a tile's four tensors by rows, and 1 / s if it is the first."""
     store_row(ptr, row, C, col, (row < end) & within, v * scale, E5M2, False)
     inverse = inverse_of(scale) + tl.zeros(row.shape, tl.float32)
@@ -111,7 +126,7 @@ def store_scaled(
 
 @triton.jit
 def by_vectors(
-    x_ptr, ends_ptr, row_amax_ptr, col_amax_ptr, scale_ptr,
+    x_ptr, sources_ptr, ends_ptr, row_amax_ptr, col_amax_ptr, scale_ptr,
     rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, amax_ptr,
     G, P, C, x_stride, SIZE, scale_stride,
     E5M2: tl.constexpr, MEASURED: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -130,8 +145,7 @@ def by_vectors(
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
     within = True if EVEN else col < C
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, end, within, False)
-    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+    v0, v1, v2, v3 = load_rows(x_ptr, sources_ptr, row, end, x_stride, col, within)
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))
     if scale_ptr is not None:
@@ -177,7 +191,7 @@ def store_block(
 
 @triton.jit
 def by_blocks(
-    x_ptr, ends_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr,
+    x_ptr, sources_ptr, ends_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr,
     R, G, P, C, x_stride,
     E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE_COLS: tl.constexpr,
     GROUPS: tl.constexpr, EVEN: tl.constexpr,
@@ -194,8 +208,7 @@ def by_blocks(
         return
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, end, True, False)
-    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+    v0, v1, v2, v3 = load_rows(x_ptr, sources_ptr, row, end, x_stride, col, True)
     if rows_ptr is not None:
         scales = row_scale_ptr + tile_col.to(tl.int64) * R
         store_block(rows_ptr, scales, row, end, C, col, v0, E5M2, POWER_OF_TWO)

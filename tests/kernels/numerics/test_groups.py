@@ -35,7 +35,9 @@ each_routing = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 NAN = float("nan")
 
 
-def matrix(rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def matrix(
+    rows: int, cols: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Rows and columns of various sizes, so that no two have one scale."""
     x = torch.randn(rows, cols) * torch.randn(rows, 1).exp() * torch.randn(cols).exp()
     return x.to(device, dtype)
@@ -50,8 +52,7 @@ def bounds(sizes: list[int]) -> list[tuple[slice, slice]]:
     stops = list(itertools.accumulate(sizes))
     padded = list(itertools.accumulate(max(1, -(-size // 128)) * 128 for size in sizes))
     return [
-        (slice(a, b), slice(c, d))
-        for a, b, c, d in zip([0, *stops], stops, [0, *padded], padded)
+        (slice(a, b), slice(c, d)) for a, b, c, d in zip([0, *stops], stops, [0, *padded], padded)
     ]
 
 
@@ -317,9 +318,7 @@ def test_products_of_blocks(sizes: list[int], squares: bool, device: torch.devic
     scale_t = wq.col_scale[:, : count * n // 128].view(k // 128, count, n // 128).transpose(0, 1)
     y = rows_by_matrices(xq.rows, b, xq.row_scale, scale, ends, dtype, split=True)
     dx = rows_by_matrices(dyq.rows, bt, dyq.row_scale, scale_t, ends, dtype, split=True)
-    dw = columns_by_columns(
-        dyq.cols, xq.cols, dyq.col_scale, xq.col_scale, ends, dtype, split=True
-    )
+    dw = columns_by_columns(dyq.cols, xq.cols, dyq.col_scale, xq.col_scale, ends, dtype, split=True)
     of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)
     for g, (at, padded) in enumerate(bounds(sizes)):
         wg = of_squares(b[g], scale[g])
@@ -344,3 +343,39 @@ def test_results_in_given_memory(device: torch.device) -> None:
     out = torch.full((8, 16), NAN, device=device)
     assert rows_by_matrices(*given, torch.float32, split=True, out=out) is out
     torch.testing.assert_close(out, rows_by_matrices(*given, torch.float32, split=True))
+
+
+@each_routing
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        VectorScaling(E4M3),
+        TensorScaling(torch.tensor([3.0]), E5M2),
+        BlockScaling(E4M3, True, True),
+    ],
+    ids=lambda scaling: type(scaling).__name__,
+)
+@pytest.mark.parametrize("integer", [torch.int64, torch.int32], ids=str)
+def test_rows_that_are_gathered(
+    sizes: list[int], scaling: Any, integer: torch.dtype, device: torch.device
+) -> None:
+    """The codes are those of a copy of the rows, bit for bit; some rows are read twice."""
+    x, ends = matrix(40, 128, device, torch.bfloat16), ends_of(sizes, device)
+    if isinstance(scaling, TensorScaling):
+        scaling = TensorScaling(torch.tensor([3.0], device=device), E5M2)
+    sources = torch.randint(40, (sum(sizes),), device=device, dtype=integer)
+    how: Any = {"rows": True, "cols": True}
+    made = quantize_groups(x, ends, len(sizes), scaling, sources=sources, **how)
+    copied = quantize_groups(x[sources], ends, len(sizes), scaling, **how)
+    used = bounds(sizes)[-1][1].stop
+    for own, other in ((made.rows, copied.rows), (made.cols, copied.cols)):
+        assert own is not None
+        assert other is not None
+        assert torch.equal(bits_of(own)[:, :used], bits_of(other)[:, :used])
+    assert_scales(made.row_scale, copied.row_scale.cpu())  # type: ignore[union-attr]
+    if not isinstance(scaling, BlockScaling):
+        assert_scales(made.col_scale, copied.col_scale.cpu())  # type: ignore[union-attr]
+    else:
+        own, other = made.col_scale, copied.col_scale
+        blocks = used // 128
+        torch.testing.assert_close(own[:, :blocks], other[:, :blocks], rtol=0, atol=0)  # type: ignore[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,9 @@ def measured(x: Tensor, groups: int, ends: Tensor | None, **wanted: bool) -> obj
 
 
 def quantized(
-    x: Tensor, groups: int, ends: Tensor | None, scaling: GroupScaling, **wanted: bool
+    x: Tensor, groups: int, ends: Tensor | None, scaling: GroupScaling, **how: Any
 ) -> object:
-    return quantize_groups(x, ends, groups, scaling, **wanted)
+    return quantize_groups(x, ends, groups, scaling, **how)
 
 
 one = empty(1, dtype=FP32)
@@ -73,6 +75,17 @@ for rows, groups, features, uniform, source in (
     SHIPPED.ship(
         f"{size} maxima", 1.02, measured, x, groups=groups, ends=ends, rows=True, cols=True
     )
+
+
+# Gathered from tokens of 8 experts each, which a GPU's cache holds until all have read them.
+x, sources = empty(131072 // 8, 2048), empty(131072, dtype=torch.int64)
+ends = empty(2, 128, dtype=INT32)
+for scaling in (VectorScaling(E4M3), TensorScaling(one, E4M3), BlockScaling(E4M3, True, True)):
+    twice = 2 if isinstance(scaling, VectorScaling) else 1
+    SHIPPED.ship(
+        f"gathered, {scaling}", twice + 4 + 4 * 1.125 + 0.3, quantized, x,
+        groups=128, ends=ends, scaling=scaling, sources=sources, rows=True, cols=True,
+    )  # fmt: skip
 
 
 def traffic(*tensors: Tensor) -> int:
