@@ -219,8 +219,7 @@ class Observed:
     def hold(self, holder: Any) -> None:
         """Notes the contents of a container, which it has again when the trace has ended."""
         if id(holder) not in self._held:
-            plain = isinstance(holder, (list, dict, set))
-            self._held[id(holder)] = holder, holder.copy() if plain else dict(vars(holder))
+            self._held[id(holder)] = holder, _copy_of(holder)
 
     def execute(self, code: types.CodeType) -> None:
         """Notes that code is about to be executed, with what may change in its functions."""
@@ -354,10 +353,18 @@ class Observed:
         )
 
 
+def _copy_of(holder: Any) -> Any:
+    """What a container holds, or an object's attributes; its class may make what it returns."""
+    if isinstance(holder, dict):
+        return dict(dict.items(holder))
+    return holder.copy() if isinstance(holder, (list, set)) else dict(vars(holder))
+
+
 def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     """The dicts that hold a module's attributes."""
     own = object.__getattribute__(module, "__dict__")
-    return [own, own["_parameters"], own["_buffers"], own["_modules"]]
+    names = "_parameters", "_buffers", "_modules"  # which it has from nn.Module.__init__ on
+    return [own, *(own[name] for name in names if name in own)]
 
 
 def _owner(kind: type, name: str) -> type | None:

@@ -115,7 +115,7 @@ class Made:
     @property
     def least_constant(self) -> float:
         """The least number among the arguments; 0 if there is none below."""
-        return min(0.0, *_numbers_in(call[1:] for call in self.calls))
+        return min((0.0, *_numbers_in(call[1:] for call in self.calls)))
 
 
 def _numbers_in(tree: Any) -> Iterator[float]:

@@ -74,8 +74,9 @@ def contents(container: Any) -> list[Any]:
         return list(container)
     if isinstance(container, (set, frozenset)):
         return sorted(container, key=id)
-    items = container if isinstance(container, dict) else vars(container)
-    return [*items, *items.values()]
+    if isinstance(container, dict):  # whose class may make what it returns
+        return [*dict.keys(container), *dict.values(container)]
+    return [*vars(container), *vars(container).values()]
 
 
 def held_tensors(module: nn.Module) -> tuple[list[Any], list[Tensor | None]]:

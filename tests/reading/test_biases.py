@@ -127,6 +127,11 @@ READ: dict[str, tuple[Attend, tuple[Tensor, ...], dict[str, Any]]] = {
         (SEEN,),
         {"bias": None, "masks": (Mask(1, tuple(SEEN.shape), lowest=LOWEST),)},
     ),
+    "zeros of sizes alone": (
+        by_formula(lambda m, x: torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)),
+        (),
+        {"bias": None, "masks": ()},
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,14 @@ def with_partial() -> Computes:
     return module
 
 
+class Makers(OrderedDict[str, Any]):
+    """Makes what it is asked for, as the activations of transformers do."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+makers = Makers(relu=nn.ReLU, other=lambda: pytest.fail("was asked for"))
 OWN: dict[str, tuple[Callable[[], Computes], Callable[[Any, pytest.MonkeyPatch], Any]]] = {
     "list": (lambda: with_list([2.0]), lambda m, p: m.factors.append(1.0)),
     "entry of a list": (lambda: with_list([2.0]), lambda m, p: m.factors.__setitem__(0, 3.0)),
@@ -169,6 +178,10 @@ OWN: dict[str, tuple[Callable[[], Computes], Callable[[Any, pytest.MonkeyPatch],
     "global": (
         lambda: Computes(lambda self, x: x * factor),
         lambda m, p: p.setattr(sys.modules[__name__], "factor", 3.0),
+    ),
+    "a container of a class of its own": (
+        lambda: Computes(lambda self, x: makers["relu"](x)),
+        lambda m, p: p.setitem(makers, "other", nn.PReLU),
     ),
     "buffer": (
         lambda: Computes(lambda self, x: x + self.table),
@@ -211,6 +224,17 @@ def test_a_module_that_the_forward_makes_is_not_read() -> None:
     assert [node.op for node in found.dataflow.nodes] == ["softmax"]
     assert all(not isinstance(m, nn.Softmax) for m in found.reads.facts[type][0])
     assert found.reads.current()
+
+
+class Early(nn.Module):
+    def __init__(self) -> None:
+        self.count = 1
+        super().__init__()
+
+
+def test_a_module_may_have_attributes_before_it_is_one() -> None:
+    found = trace(Computes(lambda self, x: x * Early().count), (given(),), {})
+    assert found.dataflow.nodes[0].effect == "sets its attribute 'count'"
 
 
 def test_a_check_of_a_llama_layer_makes_few_calls_of_python() -> None:

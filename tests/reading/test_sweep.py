@@ -39,7 +39,7 @@ def test_what_is_wrong_is_told(
     told = capsys.readouterr().out
     assert "gpt2, h.0, evaluation: AssertionError: the output" in told
     assert "gpt2, h.0, training: clamp behind operation 0 is missed: AssertionError" in told
-    assert "no such family, training: no tiny model: KeyError" in told
+    assert "no such family, evaluation: no tiny model: KeyError" in told
     assert "gpt2: 10 traces, " in told
     assert told.splitlines()[-1].startswith("1 families, ")
 
@@ -55,7 +55,7 @@ def test_an_error_of_what_was_read_is_no_error_of_the_family(
     assert "gpt2, h.0, training: RuntimeError: permute" in capsys.readouterr().out
     monkeypatch.setattr(sweep, "read_of", raises)
     assert sweep.main(["gpt2", "--no-mutants"]) == 1
-    assert "gpt2, training: RuntimeError: permute" in capsys.readouterr().out
+    assert "gpt2, evaluation: RuntimeError: permute" in capsys.readouterr().out
 
 
 def test_parts_of_a_sweep_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
