@@ -225,6 +225,12 @@ SETTINGS = frozenset(
     and not any(mode in name for mode in _MODES)
 )
 
+
+def is_private(function: Any) -> bool:
+    """Whether a function is one in C that torch keeps to itself."""
+    return getattr(function, "__self__", None) is torch._C and function.__name__.startswith("_")
+
+
 _find("torch.nn.utils.parametrize:_cache_enabled", None)
 
 

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, ArgumentTypeError, explain
 from ..quantization.recipe_state import Elsewhere
 from ..quantization.region import autocast
 from ..quantization.state import forget_state_of_parameters
-from ..reading.construction import Memory
+from ..reading.built import Memory
 from .decisions import Application
 from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from .. import torch_internals as internals
 from ..errors import OpfuserError
 from ..quantization.region import open_regions, refuse_to_trace
-from ..reading.construction import Built, build
+from ..reading.built import Built
+from ..reading.construction import build
 from ..reading.dataflow import map_leaves
 from ..reading.kept import KeptError
 from ..reading.operations import Called, Experts, Input, Reading

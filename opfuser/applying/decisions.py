@@ -17,8 +17,9 @@ from ..errors import ArgumentError
 from ..merged_linear import MergedLinear
 from ..quantization.region import autocast
 from ..quantization.weights import quantized_model_init
+from ..reading.built import Built
 from ..reading.call_key import CallKey, call_key, small_call
-from ..reading.construction import Built, build
+from ..reading.construction import build
 from ..reading.dataflow import Dataflow, Value, map_leaves, tensors_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError, NotNowError

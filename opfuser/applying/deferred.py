@@ -23,8 +23,9 @@ from .. import torch_internals as internals
 from ..basic import CrossEntropy
 from ..context import autocast_dtype
 from ..errors import NotSupportedError, OpfuserError, explain
+from ..reading.built import Built
 from ..reading.call_key import is_plain
-from ..reading.construction import Built, build
+from ..reading.construction import build
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Linear, Reading
 from ..sequential import Sequential

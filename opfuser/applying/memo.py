@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reading.construction import Built
+from ..reading.built import Built
 from ..reading.operations import Mask, Rotary
 
 __all__ = ["Memo"]

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ..applying.descriptions import masks_in
 from ..attention.masks import hides_queries
 from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError, explain
-from ..reading.construction import Built
+from ..reading.built import Built
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Reading
 

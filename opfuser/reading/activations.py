@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .arguments import is_number
 from .dataflow import Value
-from .operations import Activation
+from .operations import Activation, Gated
 from .products import Product
 from .replay import columns_of
 from .values import Values
 
-__all__ = ["ActivationFound", "ClampedPair", "activations_in", "clamped_pair", "halves_of"]
+__all__ = ["ActivationFound", "activations_in", "gate_of", "halves_of"]
 
 _SIMPLE = {
     "silu": "silu",
@@ -86,32 +86,25 @@ def _with_argument(values: Values, factor: Value, rest: Product) -> Iterator[Act
             yield ActivationFound(Activation(name), x, scaled)
 
 
-class ClampedPair(NamedTuple):
-    """The arguments of a gated product that clamps them, and how."""
+def gate_of(values: Values, found: ActivationFound) -> tuple[Gated, Value, Value]:
+    """The gated activation that a product with one other factor is, its gate, and that factor.
 
-    gate: Value
-    up: Value
-    limit: float
-    offset: float
-
-
-def clamped_pair(values: Values, gate: Value, up: Value) -> ClampedPair | None:
-    """What a gate, and what it multiplies, are made of by clamping the one from above.
-
-    The other is clamped on both sides, and perhaps has something added to it.
+    Gates may be clamped from above, where the other is clamped on both sides, and perhaps has
+    something added to it: then both are what is clamped.
     """
+    gate, up = found.x, found.rest.values[0]
+    whole = Gated(found.activation), gate, up
     op, args = values.term(gate)
     if op != "clamp" or args[1] is not None or not is_number(args[2]):
-        return None
-    limit, offset = float(args[2]), 0.0
-    gate = args[0]
+        return whole
+    limit, offset, gate = float(args[2]), 0.0, args[0]
     op, args = values.term(up)
     if op == "add" and is_number(args[1]):
         offset = float(args[1])
         op, args = values.term(args[0])
     if op != "clamp" or args[1:] != (-limit, limit) or limit <= 0:
-        return None
-    return ClampedPair(gate, args[0], limit, offset)
+        return whole
+    return Gated(found.activation, limit, offset), gate, args[0]
 
 
 def halves_of(values: Values, gate: Value, up: Value) -> tuple[Value, Tensor] | None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import basic
 from ..basic.lora_linear import LoRAAdapter
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
-from ..quantization.state import keep_state_in
 from ..sequential import Residual, Sequential
 from . import dataflow
 from . import operations as read
+from .built import Added, Alias, Argument, Built, Memory, mask_of, tables_of
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
-from .layer_cache import LayerCache
 from .made import Maker
 from .plain_modules import (
-    Around,
     Beside,
     CachedRows,
     Child,
@@ -35,11 +31,10 @@ from .plain_modules import (
     Reorder,
     Routed,
     Transpose,
-    weights_of,
 )
 from .reads import is_hooked
 
-__all__ = ["ACTIVATIONS", "Built", "build"]
+__all__ = ["ACTIVATIONS", "build"]
 
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "gelu": lambda: basic.GELU("none"),
@@ -66,79 +61,17 @@ _GATED: dict[str, Callable[..., nn.Module]] = {
 _FACTORS = {"silu": 1.0, "quick gelu": 1.702}
 
 
-class Alias(NamedTuple):
-    """A parameter of the module that an operation reads as its own.
+class _Construction(Built):
+    """A sequence that is being made for what was read.
 
-    Attributes:
-        parameters, name: where the operation looks.
-        source, source_name: where the module holds it.
-    """
-
-    parameters: dict[str, Any]
-    name: str
-    source: dict[str, Any]
-    source_name: str
-
-
-class Argument(NamedTuple):
-    """A keyword of an operation, and what makes it of the inputs of a call.
-
-    ``reads_buffers`` says that it is also made of buffers of the module.
-    """
-
-    op: nn.Module
-    keyword: str
-    value: Callable[[Sequence[Any]], Any]
-    reads_buffers: bool = False
-
-
-class Memory(NamedTuple):
-    """What makes keys and values, side by side, of another input of a call.
-
-    Attributes:
-        sequence: that does.
-        input: the number of the input.
-        sizes: how many columns are keys, and how many values.
-    """
-
-    sequence: Sequential
-    input: int
-    sizes: tuple[int, int]
-
-
-class Added(NamedTuple):
-    """A bias of attention: an input by its number, or how it is made."""
-
-    bias: int | read.Made
-
-
-class Built:
-    """A sequence that computes what was read.
-
-    Attributes:
-        sequence: of operations, and of children of the module that are called.
-        input: the number of the input that it is called with.
-        aliases: parameters of the module that its operations read.
-        arguments: what else its operations are given.
-        cached: operations that extend a cache, and the numbers of their layers there.
-        extras: what makes the extra inputs of the sequence, in their order.
-        outputs: how many tensors it returns, in a tuple if there are several.
-        fills: whether a call extends a cache.
-        ones: norms that have no weight, and the names of those of their own.
+    Args:
+        reading: what was read.
+        module: whose parameters and children it has.
+        checks: as of :func:`build`.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:
-        self.input, self.outputs = reading.input, reading.outputs
-        self._around, self._tells, self.fills = Around(), False, False
-        self._weighted: list[tuple[basic.DotProductAttention, read.Attention]] = []
-        self.aliases: list[Alias] = []
-        self.arguments: list[Argument] = []
-        self.cached: list[tuple[basic.DotProductAttention | CachedRows, int]] = []
-        self.extras: list[Memory | Added] = []
-        self._makers: dict[read.Made, Maker] = {}
-        self.ones: list[tuple[nn.Module, str]] = []
-        self._weights: list[tuple[nn.Module, str]] = []
-        self._module: Any = module
+        super().__init__(reading, module)
         self._checks = checks
         self._numbers = itertools.count()  # of branches, whose channels have names of their own
         self._of_numbers = isinstance(next(iter(reading.operations), None), read.Embedding)
@@ -147,66 +80,6 @@ class Built:
         if self._weighted and self.sequence.num_extra_outputs != len(self._weighted):
             raise KeptError("returns weights of attention that is computed beside something else")
         self.follow()
-
-    def follow(self) -> None:
-        """Takes over the parameters that the module has now."""
-        for parameters, name, source, source_name in self.aliases:
-            parameters[name] = source[source_name]
-        for op, name in self.ones:
-            self._set_ones(op, name)
-
-    def forget_module(self) -> None:
-        """Leaves stand-ins in the places of parameters, for sequences that are given them."""
-        for parameters, name, *_ in self.aliases:
-            own = parameters[name]
-            stand_in = torch.empty_like(own, device="meta")
-            parameters[name] = nn.Parameter(stand_in, requires_grad=own.requires_grad)
-        self.aliases, self._module = [], None
-
-    def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
-        """The output of a call.
-
-        Args:
-            inputs: its tensors, in order of arguments and keywords.
-            cache: of keys and values of all layers, if it was called with one.
-        """
-        made = {how: make(inputs) for how, make in self._makers.items()}
-        if self.outputs == 1 and not self._tells:
-            return self._computed(inputs, cache, made)
-        around = self._around
-        before = dict(around.__dict__)
-        around.inputs, around.cache = inputs, getattr(cache, "cache", cache)
-        around.returned = {number: made[how] for number, how in self._made}
-        try:
-            y = self._computed(inputs, cache, made)
-            others = [around.returned[number] for number in range(1, self.outputs)]
-        finally:
-            around.__dict__.clear()
-            around.__dict__.update(before)
-        return (y, *others) if others else y
-
-    def _computed(
-        self, inputs: Sequence[Any], cache: Any | None, made: dict[read.Made, Tensor]
-    ) -> Any:
-        kwargs: dict[Any, dict[str, Any]] = {}
-        for argument in self.arguments:
-            kwargs.setdefault(argument.op, {})[argument.keyword] = argument.value(inputs)
-        for op, layer in self.cached:
-            kwargs.setdefault(op, {})["cache"] = LayerCache(cache, layer, op.causal)
-        extra: list[Tensor] = []
-        for e in self.extras:
-            if isinstance(e, Memory):
-                extra += e.sequence(inputs[e.input]).split(e.sizes, dim=-1)
-            else:
-                extra.append(inputs[e.bias] if isinstance(e.bias, int) else made[e.bias])
-        y = self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
-        if not self._weighted:
-            return y
-        y, *packed = y
-        for (attend, attention), heads in zip(self._weighted, packed):
-            mask = kwargs.get(attend, {}).get("mask")
-            self._around.returned.update(weights_of(attention, heads, mask))
-        return y
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
         return [module for op in operations for module in self._modules(op)]
@@ -238,21 +111,6 @@ class Built:
             maker = self._makers[made] = Maker(made)
             self.aliased(maker, **{f"p{n}": path for n, path in enumerate(made.parameters)})
         return made
-
-    def leave_scales(self) -> Built:
-        """Has the module keep the scales of operations, beside the weights that they read."""
-        for op, path in self._weights:
-            holder, _, own = path.rpartition(".")
-            keep_state_in(op, self._module.get_submodule(holder), own)
-        return self
-
-    def _set_ones(self, op: nn.Module, name: str) -> None:
-        """Gives a norm that has no weight one that changes nothing."""
-        like = next(self._module.parameters(), torch.empty(0))
-        weight: Any = op._parameters[name]
-        if weight.device != like.device or weight.dtype != like.dtype:
-            ones = torch.ones(weight.shape, dtype=like.dtype, device=like.device)
-            op._parameters[name] = nn.Parameter(ones, requires_grad=False)
 
     # Operations
 
@@ -418,7 +276,7 @@ class Built:
             interleaved=op.interleaved,
         )
         buffers = tuple(self._buffer(t.buffer) for t in op.tables if isinstance(t, read.Rows))
-        value = partial(_tables, op, buffers)
+        value = partial(tables_of, op, buffers)
         self.arguments.append(Argument(made, "tables", value, bool(buffers)))
         return [made]
 
@@ -451,7 +309,7 @@ class Built:
         if op.masks:
             if self._of_numbers:  # which have not the dtype that masks are made in
                 raise KeptError("masks attention, and is given numbers of rows of a table")
-            self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
+            self.arguments.append(Argument(made, "mask", partial(mask_of, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))
             self.fills = True
@@ -514,29 +372,29 @@ class Built:
         return self.parallel(op, lambda: made)
 
 
-_MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
+_MAKERS: dict[type, Callable[[_Construction, Any], list[nn.Module]]] = {
     read.Activation: lambda _, op: [ACTIVATIONS[op.name](*op.constants)],
-    read.Attention: Built.attention,
+    read.Attention: _Construction.attention,
     read.Beside: lambda built, op: [Beside(*(Sequential(*built._all(ops)) for ops in op.branches))],
     read.Bias: lambda built, op: built.aliased(basic.Bias(op.size, device="meta"), bias=op.bias),
-    read.Cached: Built.kept,
-    read.Called: Built.called,
+    read.Cached: _Construction.kept,
+    read.Called: _Construction.called,
     read.ColumnScale: lambda built, op: built.aliased(ColumnScale(), weight=op.weight),
-    read.CrossAttention: Built.cross_attention,
+    read.CrossAttention: _Construction.cross_attention,
     read.Dropout: lambda _, op: [basic.Dropout(op.p)],
-    read.Embedding: Built.embedding,
-    read.Experts: Built.experts,
-    read.ForkedAttention: Built.forked_attention,
-    read.Gated: Built.gated,
-    read.HeadNorm: Built.head_norm,
-    read.Linear: Built.linear,
-    read.LoRALinear: Built.lora,
-    read.MergedLinear: Built.merged,
-    read.Norm: Built.norm,
-    read.Parallel: Built.parallel,
+    read.Embedding: _Construction.embedding,
+    read.Experts: _Construction.experts,
+    read.ForkedAttention: _Construction.forked_attention,
+    read.Gated: _Construction.gated,
+    read.HeadNorm: _Construction.head_norm,
+    read.Linear: _Construction.linear,
+    read.LoRALinear: _Construction.lora,
+    read.MergedLinear: _Construction.merged,
+    read.Norm: _Construction.norm,
+    read.Parallel: _Construction.parallel,
     read.Reorder: lambda _, op: [Reorder(op.blocks, op.size, op.count)],
     read.Residual: lambda built, op: [Residual(*built._all(op.branch))],
-    read.Rotary: Built.rotary,
+    read.Rotary: _Construction.rotary,
     read.Scale: lambda _, op: [basic.ConstantScale(op.factor)],
     read.Times: lambda built, op: built.parallel(op, Multiply),
     read.Transpose: lambda _, op: [Transpose()],
@@ -555,7 +413,7 @@ def build(reading: read.Reading, module: nn.Module, *, checks: bool = True) -> B
     Raises:
         KeptError: opfuser has no operation for a part of it.
     """
-    return Built(reading, module, checks=checks)
+    return _Construction(reading, module, checks=checks)
 
 
 def _clamps(op: read.Gated) -> dict[str, Any]:
@@ -586,51 +444,3 @@ def _has_adapters(
         and all(isinstance(p, read.Linear) for p in linears)
         and len({getattr(p, "transposed", None) for p in linears}) == 1
     )
-
-
-def _tables(
-    op: read.Rotary, buffers: tuple[tuple[dict[str, Any], str], ...], inputs: Sequence[Any]
-) -> Tensor:
-    """Tables as RotaryEmbedding takes them, (2, tokens, pairs)."""
-    held = iter(buffers)
-    given: list[Tensor] = []
-    for table in op.tables:
-        if isinstance(table, read.Rows):
-            holder, name = next(held)
-            given.append(holder[name][inputs[table.numbers]])
-        else:
-            given.append(inputs[table])
-    if op.repeated in ("cosines first", "sines first"):
-        given = [*given[0].chunk(2, -1)][:: 1 if op.repeated == "cosines first" else -1]
-    elif len(given) == 1:
-        given = [given[0].real, given[0].imag]
-    if op.repeated == "halves":
-        given = [t[..., : t.shape[-1] // 2] for t in given]
-    elif op.repeated == "neighbours":
-        given = [t[..., ::2] for t in given]
-    if op.backwards:
-        given[1] = -given[1]
-    both = torch.stack(given).flatten(1, -2)
-    return both.to(torch.promote_types(both.dtype, torch.float32))
-
-
-def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> Tensor:
-    """One mask of four dimensions, in which True is where a key is seen, or which is added."""
-    out = None
-    for mask in masks:
-        given: Tensor = inputs[mask.input]
-        if mask.folded:
-            given = given.unflatten(0, (-1, mask.folded))
-        if mask.factor != 1:
-            given = given * mask.factor
-        if mask.hides:
-            zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
-            given = zeros.masked_fill_(given, -math.inf)
-        leading = (slice(None), None, None) if mask.of_keys else (None,) * (4 - given.dim())
-        given = given[leading]
-        if out is None:
-            out = given
-        else:
-            out = out + given if mask.lowest is None else torch.where(given, out, mask.lowest)
-    assert out is not None
-    return out

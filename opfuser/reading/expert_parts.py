@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from .activations import activations_in, clamped_pair, halves_of
+from .activations import activations_in, gate_of, halves_of
 from .dataflow import Node, Value
 from .kept import KeptError
 from .operations import Activation, ExpertsLinear, Gated
@@ -125,11 +126,7 @@ def _activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]
             return found.activation, found.x
         if len(found.rest.values) > 1:
             continue
-        gate, up = found.x, found.rest.values[0]
-        limit, offset = None, 0.0
-        clamped = clamped_pair(values, gate, up)
-        if clamped is not None:
-            gate, up, limit, offset = clamped
+        gated, gate, up = gate_of(values, found)
         halves = halves_of(values, gate, up)
         if halves is None:
             continue
@@ -137,7 +134,7 @@ def _activation_of(values: Values, v: Value) -> tuple[Activation | Gated, Value]
         columns = torch.arange(whole.shape[-1])
         for interleaved in (False, True):
             if torch.equal(order.view(2, -1).T.flatten() if interleaved else order, columns):
-                return Gated(found.activation, limit, offset, interleaved), whole
+                return replace(gated, interleaved=interleaved), whole
     raise KeptError(computed(v, "has experts that compute"))
 
 

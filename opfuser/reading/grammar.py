@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from .activations import ActivationFound, activations_in, clamped_pair, halves_of
+from .activations import ActivationFound, activations_in, gate_of, halves_of
 from .attention import AttentionFound, attention_of
 from .dataflow import Call, Dataflow, Node, Value, form_of, values_in
 from .experts import experts_of
@@ -294,12 +294,7 @@ class _Grammar:
 
     def gated(self, found: ActivationFound, base: Value | None) -> Step:
         """An activation's result times something else."""
-        gate, up = found.x, found.rest.values[0]
-        operation = Gated(found.activation)
-        clamped = clamped_pair(self.values, gate, up)
-        if clamped is not None:
-            gate, up, limit, offset = clamped
-            operation = Gated(found.activation, limit, offset)
+        operation, gate, up = gate_of(self.values, found)
         after = (operation, *_scaled(found.rest.factor))
         halves = halves_of(self.values, gate, up)
         if halves is not None:

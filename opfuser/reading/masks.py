@@ -84,10 +84,6 @@ def masks_of(
 
 def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Added) -> None:
     """Notes the parts that a mask is the sum of, or that choose between another and a number."""
-
-    def mask_of(part: Value) -> Mask:
-        return replace(_mask_of(values, part, heads), factor=factor)
-
     op, args = values.term(v)
     if op == "add" and isinstance(args[1], Value):
         for part in args:
@@ -103,7 +99,8 @@ def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Adde
             if _is_causal(values, args[0]):
                 added.causal = True
             else:
-                added.masks.append(replace(mask_of(args[0]), lowest=lowest))
+                hiding = _input_of(values, args[0], heads, factor)
+                added.masks.append(replace(hiding, lowest=lowest))
             return
     added.count += 1
     made = made_of(values.dataflow, v) if v.meta.is_floating_point() else None
@@ -112,7 +109,7 @@ def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Adde
     if made is not None and values.term(v).op == "zeros":
         return
     if made is None:
-        added.masks.append(mask_of(v))
+        added.masks.append(_input_of(values, v, heads, factor))
     else:
         added.made.append(made)
 
@@ -134,7 +131,7 @@ def _is_causal(values: Values, seen: Value) -> bool:
     return bool((at >= other).expand(seen.shape).eq(expected).all())
 
 
-def _mask_of(values: Values, v: Value, heads: int) -> Mask:
+def _input_of(values: Values, v: Value, heads: int, factor: float) -> Mask:
     """The input that a mask is, broadcast to (b, h, s, s) or (b h, s, s)."""
     source = source_of(values, v)
     mask = source if source is None else _hiding(values, source)
@@ -147,12 +144,12 @@ def _mask_of(values: Values, v: Value, heads: int) -> Mask:
     if places.dim() == 3 and got.dim() == 4 and len(places) == got.shape[0] * got.shape[1]:
         count = got.shape[1]
         if torch.equal(got, places.unflatten(0, (-1, count))):
-            return Mask(number, mask.shape, hides, folded=count)
+            return Mask(number, mask.shape, hides, folded=count, factor=factor)
     for of_keys in (False, True)[: places.dim()]:
         want = places[:, None, None] if of_keys else places
         with suppress(RuntimeError):  # of shapes that do not broadcast
             if torch.equal(got, want.expand(got.shape)):
-                return Mask(number, mask.shape, hides, of_keys)
+                return Mask(number, mask.shape, hides, of_keys, factor=factor)
     raise KeptError(computed(v, "rearranges its mask by"))
 
 

@@ -218,6 +218,8 @@ def _answers(name: _Name, get: Callable[[Any], Any], about: list[Any], answers: 
     if get is COUNT and not any(answers):
         return f"not any({name(about)})"
     found = f"map({name(get)}, {name(about)})"
+    if getattr(get, "__name__", "") == "isdisjoint" and all(answers):  # of few attributes or none
+        return f"(not any({name(about)}) or all({found}))"
     if get is CELL:  # whose contents may be tensors
         return f"all(map(is_, {found}, {name(answers)}))"
     return f"[*{found}] == {name(answers)}"

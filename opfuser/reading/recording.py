@@ -251,9 +251,7 @@ class Recording:
         if function in _SETTINGS:
             self.note_effect(f"asks for {function.__name__.removeprefix('_get_')}")
         elif (
-            function.__module__ in _OF_PROCESS
-            or function is dir
-            or (own is torch._C and function.__name__.startswith("_"))
+            function.__module__ in _OF_PROCESS or function is dir or internals.is_private(function)
         ):
             if not is_of_python(file := _file(frame)) and not file.startswith("opfuser."):
                 self.note_effect(f"asks for {function.__name__}")

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import opfuser
 from opfuser.applying import compiled, report
 from opfuser.errors import InputError
-from opfuser.reading.construction import Built
+from opfuser.reading.built import Built
 from opfuser.reading.kept import KeptError
 
 from ..reading.tiny import model_of

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from opfuser.reading.construction import Built, build
+from opfuser.reading.built import Built
+from opfuser.reading.construction import build
 from opfuser.reading.dataflow import map_leaves
 from opfuser.reading.grammar import read
 from opfuser.reading.operations import Called, Operation, Reading

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from opfuser.reading.construction import Built, build
+from opfuser.reading.built import Built
+from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
 from opfuser.reading.operations import Reading
 
