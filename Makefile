@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 VERSIONS := $(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt))
 TEST_VERSIONS := $(VERSIONS:%=test-%)
 
-.PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) sweep check lint format types imports docs dist bench
+.PHONY: help train train-distributed soak test test-gpu test-versions $(TEST_VERSIONS) sweep check lint format types imports docs dist bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
@@ -23,6 +23,9 @@ help:
 	@echo "make test-versions"
 	@echo "             run all tests with every torch that is supported, one after the other"
 	@echo "             ($(TEST_VERSIONS)): downloads gigabytes"
+	@echo "make test-gpu"
+	@echo "             run the tests that a GPU changes, with PYTHON's torch: names of those that fail at"
+	@echo "             once, and in runs/gpu/failed.txt  ARGS='--seconds 500 --failed FILE'"
 	@echo "make soak    train in FP8 with each recipe, break off and resume on 1, 2 and 4 processes:"
 	@echo "             an hour or more           ARGS='--recipes delayed --ranks 1 2 --steps 100'"
 	@echo "make sweep   read every family that transformers can make tiny, in fp64 and with mutations, and"
@@ -51,6 +54,12 @@ PYTEST := pytest --numprocesses auto --dist worksteal --durations 20
 
 test: $(READY)
 	$(BIN)/python -m $(PYTEST) $(ARGS)
+
+# With the torch of a machine that has a GPU, and not that of .venv. Each process is handed runs of
+# tests in their order, as neighbours share kernels that it compiles.
+test-gpu:
+	$(PYTHON) -m pytest -p tests.gpu_run -p no:benchmark -m gpu --numprocesses 15 --dist load -q \
+	  --tb short --durations 20 $(ARGS) tests
 
 # A table is of all families; a sweep of some leaves it alone.
 sweep: $(READY)
