@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
+import importlib.util
 import pickle
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ from .hf_models import (
     step,
     transformers,
 )
+
+# Modules of transformers 5.0 say so when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+# That of 5.0 replaces forwards for the time of a call.
+COLLECTS_BY_HOOKS = importlib.util.find_spec("transformers.utils.output_capturing") is not None
 
 
 def forwards(model: nn.Module) -> list[str]:
@@ -99,7 +104,11 @@ def test_generates_the_same_tokens(name: str) -> None:
             how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **given}
             made.append(each.generate(tokens, **how))
         assert torch.equal(*made), given
-    assert calls(model) == {}
+    update = transformers.cache_utils.StaticLayer.update
+    if "cache_position" in update.__code__.co_consts:  # as in transformers 5.0
+        assert calls(model) == {"updates its cache with more than keys and values": 16}
+    else:
+        assert calls(model) == {}
 
 
 def test_a_mask_says_all_that_is_hidden() -> None:
@@ -573,8 +582,9 @@ def test_collected_outputs() -> None:
     for name in ("attentions", "hidden_states"):
         for mine, theirs in zip(got[name], want[name], strict=True):
             assert_close(mine, theirs, 1e-5)
-    layer = opfuser.hf.report(model).computed[0]
-    assert layer.called == (("self_attn", "has hooks"),)
+    if COLLECTS_BY_HOOKS:
+        layer = opfuser.hf.report(model).computed[0]
+        assert layer.called == (("self_attn", "has hooks"),)
     # A loss of the weights, and of the output so that all parameters have gradients.
     grads = []
     for m, out in ((model, got), (untouched, want)):
@@ -587,7 +597,7 @@ def test_collected_outputs() -> None:
     got, want = (m(**batch) for m in (model, untouched))
     for mine, theirs in zip(got.attentions, want.attentions, strict=True):
         assert_close(mine, theirs, 1e-5)
-    assert calls(model) == {}
+    assert calls(model) == ({} if COLLECTS_BY_HOOKS else {"writes to attributes": 4})
 
 
 def test_experts_keep_the_noise_of_their_routers() -> None:
@@ -697,8 +707,8 @@ def test_dropout_follows_the_modes_of_modules(name: str) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if "attention_dropout" in vars(module):
-            module.attention_dropout = 0.0
+        for name_of_it in vars(module).keys() & {"attention_dropout", "dropout_prob"}:
+            setattr(module, name_of_it, 0.0)
     assert_same(step(model, **batch), step(untouched, **batch))
 
 
@@ -708,12 +718,18 @@ def test_a_model_without_memory() -> None:
     untouched = transformers.LlamaForCausalLM(config)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    assert layers(opfuser.hf.apply(model)) == ["model.layers.0"]
+    computed = ["model.layers.0"]
+    try:
+        model(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+    except RuntimeError:  # in transformers 5.0 autocast does not know the device
+        computed = []
+    assert layers(opfuser.hf.apply(model)) == computed
     model.to_empty(device="cpu")
     model.load_state_dict(untouched.state_dict())
     model.model.rotary_emb.inv_freq.copy_(untouched.model.rotary_emb.inv_freq)
     batch = batch_of("llama")
     assert_same(step(model, **batch), step(untouched, **batch))
+    assert layers(opfuser.hf.report(model)) == ["model.layers.0"]
 
 
 def test_nothing_random_is_disturbed() -> None:
