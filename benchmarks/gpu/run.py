@@ -3,8 +3,8 @@
 Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``experts``, ``overlap``, ``model``,
 ``hugging_face``, ``hugging_face_layers``, ``small``, ``replay``, ``host``. Each writes
 ``<part>.json`` into the output folder row by row, so that an interrupted run keeps its rows. A
-failure is a row with the text of its error. torch.compile takes part only in the sizes that a case names, one or a few, since
-it compiles for each of them.
+failure is a row with the text of its error. torch.compile takes part only in the sizes that a case
+names, one or a few, since it compiles for each of them.
 ``--device cpu`` rehearses with tiny sizes: its figures mean nothing. Nothing is replayed but where
 the name of a contestant says so; mode "auto", the default, is that of the part ``replay``.
 """
