@@ -100,7 +100,7 @@ class QuantizedGroupedLinear(FusedOperation):
         self, env: Env, needs: Sequence[GradNeeds | None], gathers: FusibleOperation
     ) -> GroupQuantizer | None:
         recipe, linear, need = self.recipe, self.linear, needs[0]
-        if not isinstance(gathers, Permute) or _is_small(recipe) or recipe.fprop != "fp8":
+        if type(gathers) is not Permute or _is_small(recipe) or recipe.fprop != "fp8":
             return None
         # Only those sizes say how the rows are gathered.
         sizes, own = gathers._extra_output_channels[1], linear._extra_input_channels[0]

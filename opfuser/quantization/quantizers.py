@@ -335,10 +335,10 @@ class OperandQuantizer(NamedTuple):
                 [source.untyped_storage() for source in parameters],
                 codes(True, True),
             )
+        versions = [source._version for source in parameters]
         places = [storage_address(source.untyped_storage()) for source in parameters]
-        if found.versions != [source._version for source in parameters] or places != [
-            storage_address(storage) for storage in found.storages
-        ]:
+        were_at = [storage_address(storage) for storage in found.storages]
+        if found.versions != versions or places != were_at:
             raise QuantizedWeightError(
                 explain(
                     "A weight does not change within keep_quantized_weights",

@@ -173,7 +173,8 @@ def test_groups_are_multiplied_by_no_provider() -> None:
         plan = seq.plan(x, sizes)
     assert not computed
     assert [choice.product for choice in plan.gemms] == ["fprop", "dgrad", "wgrad"]
-    assert "torch, because exact refuses: groups of rows are multiplied at once" in str(plan)
+    why = "torch, because exact refuses: groups of rows are multiplied at once"
+    assert why in " ".join(str(plan).split())
 
 
 class Stored(NamedTuple):
