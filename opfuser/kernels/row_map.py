@@ -112,7 +112,6 @@ def _launch_grads(
 
 
 def _takes(x: Tensor, row_map: Tensor, *others: Any) -> bool:
-    """Of what has no columns plain torch makes what has to be made, such as weights of rows."""
     tensors = (t for t in others if isinstance(t, Tensor))
     return x.shape[-1] > 0 and row_map.shape[-1] > 0 and all(t.dtype in DTYPES for t in tensors)
 
