@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError, explain
 from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
+from ..kernels.row_map_plain import picked
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["Permute"]
@@ -124,8 +125,8 @@ class Permute(BasicOperation):
             d_row_weights = (*basic_op_grad_extra_outputs[0], None, None, None)[2]
         if needs.input:
             dx, d_weights = sum_of_rows(grad_output, row_map, None, d_row_weights)
-        elif d_row_weights is not None:
-            d_weights = d_row_weights.index_select(0, row_map.reshape(-1)).view(row_map.shape)
+        else:
+            d_weights = picked(d_row_weights, row_map)
         return dx, [()], [(None, d_weights) if self.weighted else (None,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:

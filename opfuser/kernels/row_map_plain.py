@@ -14,6 +14,7 @@ from torch import Tensor
 __all__ = [
     "RowMap",
     "counts",
+    "picked",
     "row_copies",
     "row_sums",
     "row_sums_traced",
@@ -75,7 +76,8 @@ def row_copies(x: Tensor, row_map: Tensor, weights: Tensor | None) -> tuple[Tens
     return rows, None if weights is None else weights.reshape(-1).index_select(0, order)
 
 
-def _picked(row_values: Tensor | None, row_map: Tensor) -> Tensor | None:
+def picked(row_values: Tensor | None, row_map: Tensor) -> Tensor | None:
+    """``row_values[row_map]``, (..., k), or None."""
     if row_values is None:
         return None
     return row_values.index_select(0, row_map.reshape(-1)).view(row_map.shape)
@@ -93,7 +95,7 @@ def row_sums(
         row_values: (R,), or None.
     """
     *leading, k = row_map.shape
-    shape, values = (*leading, rows.shape[1]), _picked(row_values, row_map)
+    shape, values = (*leading, rows.shape[1]), picked(row_values, row_map)
     if not rows.numel():
         return rows.new_zeros(shape), values
     # Reads each row once, adds in fp32 or wider and writes the sum alone; a gather and a sum would
@@ -113,7 +115,7 @@ def row_sums_traced(
     terms = terms.to(torch.promote_types(rows.dtype, torch.float32))
     if weights is not None:
         terms = terms * weights.to(rows.dtype).unsqueeze(-1)
-    return terms.sum(-2).to(rows.dtype), _picked(row_values, row_map)
+    return terms.sum(-2).to(rows.dtype), picked(row_values, row_map)
 
 
 def weighted_grads(
@@ -126,7 +128,7 @@ def weighted_grads(
     if rows is not None:
         wide = torch.promote_types(rows.dtype, torch.float32)
         products = torch.linalg.vecdot(of_rows.to(wide), rows.to(wide))
-        dweights = _picked(products.to(weights.dtype), row_map)
+        dweights = picked(products.to(weights.dtype), row_map)
     if want_drows:
         w = weights.reshape(-1).to(dy.dtype).index_select(0, order)
         drows = of_rows * w.unsqueeze(-1)
