@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
+from ..kernels.row_map_plain import inverse
 from ..recording import unwatched
 from ._distributed import gather_into
-from ._row_map import slots
 
 __all__ = ["Call", "Route", "agree_on_experts", "refuse_tracing", "route_of", "send", "send_back"]
 
@@ -118,7 +118,7 @@ def route_of(
         .repeat_interleave(counts.reshape(-1), output_size=int(rank_sizes[1].sum()))
     )
     # The inverse of a permutation has the first as its inverse.
-    return Route(slots(expert_of.argsort(stable=True)), rank_sizes), counts.sum(0)
+    return Route(inverse(expert_of.argsort(stable=True)), rank_sizes), counts.sum(0)
 
 
 def _check_alike(what: str, told: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def _check_alike(what: str, told: Sequence[str]) -> None:
 def send(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
     """From this rank's rows (R, ...) those of its experts (S, ...), sorted by expert."""
     sent, received = route.rank_sizes.tolist()
-    return _exchanged(x, sent, received, group).index_select(0, slots(route.row_map))
+    return _exchanged(x, sent, received, group).index_select(0, inverse(route.row_map))
 
 
 def send_back(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:

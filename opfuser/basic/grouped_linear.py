@@ -382,8 +382,11 @@ class GroupedLinear(BasicOperation):
                 ctx.scales_like = scales.shape, scales.dtype
             if grad_input is not None and ctx.needs.input:
                 ctx.grad_input = grad_input
+        if output is None:
+            # Not a view if it need not be: backward of what reads it may overwrite its memory.
+            return y if input_.dim() == 2 else y.view(shape), [()]
         # Autograd must not take the caller's tensor, nor a view of it, for one of its own.
-        return y.view(shape) if output is None else output.detach(), [()]
+        return output.detach(), [()]
 
     def _oriented(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The weights as (out, in)."""

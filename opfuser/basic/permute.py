@@ -10,8 +10,9 @@ from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError, explain
+from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
+from ..kernels.row_map_plain import inverse, picked, tokens
 from ..op import BasicOperation, Dtypes
-from ._row_map import counts, gather_sum, slots, tokens
 
 __all__ = ["Permute"]
 
@@ -31,8 +32,11 @@ class Permute(BasicOperation):
     weight of each row, ``(T k,)``, with a gradient, as :class:`ScaledSwiGLU` takes it. Rows have
     the dtype of x, their weights that of the weights; either may be any.
 
-    Saves the row map. Both passes only gather: results are bitwise reproducible. Nothing waits for
-    the device: an index that is no expert's fails inside torch.
+    Saves the row map. No sum is atomic: results are bitwise reproducible. Nothing waits for the
+    device: an index that is no expert's fails there.
+
+    On a GPU: two launches for the row map, with the number of rows, one for rows and their weights,
+    and one for both gradients.
 
     Source: Gale et al., "MegaBlocks", 2022; the names are those of Megatron Core.
 
@@ -94,25 +98,25 @@ class Permute(BasicOperation):
         assert indices is not None
         _check(input_, indices, weights)
         (num_experts,) = self.frozen_settings(ctx)
-        order = indices.reshape(-1).argsort(stable=True)
-        # The inverse of a permutation has the first as its inverse.
-        row_map = slots(order).view(indices.shape)
-        split_sizes = counts(indices, num_experts).long()
-        quantizer, k = given["next_op_input_quantizer"], indices.shape[-1]
+        row_map, split_sizes = sort_by_expert(indices, num_experts)
+        quantizer = given["next_op_input_quantizer"]
         if quantizer is None:
-            rows = _gather(input_, order, k)
+            rows, row_weights = copy_to_rows(input_, row_map, weights)
         else:
-            rows = quantizer.gathered(input_, tokens(order, k), split_sizes)
+            order = inverse(row_map)
+            rows = quantizer.gathered(input_, tokens(order, indices.shape[-1]), split_sizes)
+            row_weights = None if weights is None else weights.reshape(-1).index_select(0, order)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(row_map))
-        if weights is None:
+        if row_weights is None:
             return rows, [(row_map, split_sizes)]
-        return rows, [(row_map, split_sizes, weights.reshape(-1).index_select(0, order))]
+        return rows, [(row_map, split_sizes, row_weights)]
 
     @staticmethod
     def recompute(x: Tensor, row_map: Tensor) -> Tensor:
         """The output of forward, for its input and the row map that it returned."""
-        return _gather(x, slots(row_map), row_map.shape[-1])
+        rows: Tensor = copy_to_rows(x, row_map, None)[0]
+        return rows
 
     def fuser_backward(
         self,
@@ -123,14 +127,14 @@ class Permute(BasicOperation):
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         row_map, needs = ctx.saved_tensors[0], ctx.needs
-        dx = gather_sum(grad_output.contiguous(), row_map) if needs.input else None
-        if not self.weighted:
-            return dx, [()], [(None,)]
-        d_weights = None
-        d_row_weights = (*basic_op_grad_extra_outputs[0], None, None, None)[2]
-        if needs.extra_inputs[1] and d_row_weights is not None:
-            d_weights = d_row_weights.index_select(0, row_map.reshape(-1)).view(row_map.shape)
-        return dx, [()], [(None, d_weights)]
+        dx = d_weights = d_row_weights = None
+        if self.weighted and needs.extra_inputs[1]:
+            d_row_weights = (*basic_op_grad_extra_outputs[0], None, None, None)[2]
+        if needs.input:
+            dx, d_weights = sum_of_rows(grad_output, row_map, None, d_row_weights)
+        else:
+            d_weights = picked(d_row_weights, row_map)
+        return dx, [()], [(None, d_weights) if self.weighted else (None,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         indices = extra_inputs[0]
@@ -144,11 +148,6 @@ class Permute(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}" + ("" if self.weighted else ", weighted=False")
-
-
-def _gather(x: Tensor, slots: Tensor, k: int) -> Tensor:
-    """The rows (R, D) of tokens (..., D), given the place of each in the flat row map."""
-    return x.reshape(-1, x.shape[-1]).index_select(0, tokens(slots, k))
 
 
 def _check(x: Tensor, indices: Tensor, weights: Tensor | None) -> None:

@@ -19,21 +19,16 @@ from ..context import (
     refuse_dtype,
 )
 from ..errors import ArgumentError, InputError, OpKwargsError, explain
-from ..op import BasicOperation, Dtypes
-from ..torch_internals import softmax_backward
-from ._router_math import (
+from ..kernels.router import (
+    LossGrads,
+    RouterLosses,
     RouterSettings,
-    choice,
-    count_tokens,
-    masked,
-    probabilities_of,
-    quotient_backward,
-    scores_of,
-    weights_backward,
-    weights_of,
-    widened,
+    Routing,
+    route,
+    route_backward,
 )
-from ._row_map import counts
+from ..kernels.router_plain import choice, scores_of, widened
+from ..op import BasicOperation, Dtypes
 
 __all__ = ["TopKRouter"]
 
@@ -67,8 +62,10 @@ class TopKRouter(BasicOperation):
     Keyword of a call (through ``op_kwargs``): ``mask``, bool, ``(...)``: which tokens the losses
     are those of, where others are padding. All tokens have experts.
 
-    Saves the logits, the indices and the mask, and for the first loss or its terms ``f_e``. Nothing
-    waits for the device. Equal scores are chosen among as ``torch.topk`` does.
+    Saves the logits, the indices, the mask and the number of tokens that it counts, and for the
+    first loss or its terms ``f_e``. Nothing waits for the device. On a GPU forward is two launches,
+    backward one, and no sum is atomic. NaN is the largest score, as in ``torch.topk``; of equal
+    scores kernels take the first, while ``torch.topk``, which runs elsewhere, does not say which.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; load-balancing loss: Fedus
     et al., "Switch Transformers", 2021, eq. 4-6, summed over the k choices as in Mixtral; z-loss:
@@ -109,6 +106,7 @@ class TopKRouter(BasicOperation):
         indices: Tensor
         fractions: Tensor | None
         mask: Tensor | None
+        number: Tensor | None
 
     Settings = RouterSettings
 
@@ -188,30 +186,17 @@ class TopKRouter(BasicOperation):
         settings = self.frozen_settings(ctx)
         mask = kwargs.get("mask")
         self._check(input_, mask, kwargs)
-        logits = widened(input_)
-        scores = scores_of(logits, settings.score_function)
-        with torch.no_grad():
-            indices = choice(scores, self.score_correction_bias, settings)
-        weights = weights_of(scores.gather(-1, indices), settings)
-        tokens = counts(indices, settings.num_experts)
-        losses: list[Tensor] = []
-        terms: list[Tensor] = []  # f and P
-        number = count_tokens(logits, mask)
-        if self.aux_loss or self.balance_terms:
-            counted = tokens if mask is None else counts(indices, settings.num_experts, mask)
-            _, probabilities = probabilities_of(scores, settings.score_function)
-            sums = masked(probabilities, mask).reshape(-1, settings.num_experts).sum(0)
-            terms = [counted.to(scores.dtype) / number, sums / number]
-        if self.aux_loss:
-            losses.append((terms[0] * terms[1]).sum() * settings.num_experts)
-        if self.z_loss:
-            losses.append(masked(logits.logsumexp(-1, keepdim=True), mask).square().sum() / number)
-        if self.balance_terms:
-            losses.append(torch.stack(terms))
+        bias = self.score_correction_bias
+        made: Routing = route(input_, bias, mask, settings, self._losses)
         if ctx.requires_grad:
-            fractions = terms[0] if terms else None
-            ctx.save_for_backward(*self.Saved(input_, indices, fractions, mask))
-        return weights, [(indices, tokens, *losses)]
+            saved = input_, made.indices, made.fractions, mask, made.number
+            ctx.save_for_backward(*self.Saved(*saved))
+        losses = (loss for loss in (made.aux, made.z, made.terms) if loss is not None)
+        return made.weights, [(made.indices, made.tokens, *losses)]
+
+    @property
+    def _losses(self) -> RouterLosses:
+        return RouterLosses(self.aux_loss, self.z_loss, self.balance_terms)
 
     def fuser_backward(
         self,
@@ -223,34 +208,13 @@ class TopKRouter(BasicOperation):
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
             return None, [()], [()]
-        input_, indices, fractions, mask = ctx.saved_tensors
+        input_, indices, fractions, mask, number = ctx.saved_tensors
         settings = self.frozen_settings(ctx)
-        d_losses = [*basic_op_grad_extra_outputs[0]][2:]
-        d_aux = d_losses.pop(0) if d_losses and self.aux_loss else None
-        d_z = d_losses.pop(0) if d_losses and self.z_loss else None
-        d_terms = d_losses.pop(0) if d_losses else None
-
-        logits = widened(input_)
-        number = count_tokens(logits, mask)
-        scores = scores_of(logits, settings.score_function)
-        dw = weights_backward(grad_output.to(scores.dtype), scores.gather(-1, indices), settings)
-        ds = torch.zeros_like(scores).scatter_(-1, indices, dw)
-        d_means = None if d_terms is None else d_terms[1]
-        if d_aux is not None:
-            of_aux = d_aux * settings.num_experts * fractions
-            d_means = of_aux if d_means is None else d_means + of_aux
-        if d_means is not None:
-            dp = masked(d_means / number, mask)
-            total, probabilities = probabilities_of(scores, settings.score_function)
-            ds += dp if total is None else quotient_backward(dp, probabilities, total)
-        if settings.score_function == "softmax":
-            dx = softmax_backward(ds, scores, -1, scores.dtype)
-        else:
-            dx = ds * scores * (1 - scores)
-        if d_z is not None:
-            lse = logits.logsumexp(-1, keepdim=True)
-            dx += d_z * (2 / number) * masked(lse, mask) * (logits - lse).exp()
-        return dx.to(input_.dtype), [()], [()]
+        given = iter([*basic_op_grad_extra_outputs[0]][2:])
+        grads = LossGrads(*(next(given, None) if made else None for made in self._losses))
+        routing = indices, fractions, number
+        dx = route_backward(input_, grad_output, routing, mask, grads, settings)
+        return dx, [()], [()]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         settings = self.make_settings()

@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import InputError, explain
+from ..kernels.row_map import copy_to_rows, sum_of_rows, sum_of_rows_grads
 from ..op import BasicOperation
-from ._row_map import gather_sum, slots, tokens
 
 __all__ = ["Unpermute"]
 
@@ -28,7 +28,7 @@ class Unpermute(BasicOperation):
 
     Saves the row map, and with weights the rows. Weights that scale the rows before the second
     linear operation of an expert (:class:`ScaledSwiGLU`) save those R x D elements: it is linear.
-    Both passes only gather: results are bitwise reproducible.
+    No sum is atomic: results are bitwise reproducible. Either pass is one launch on a GPU.
 
     Args:
         weighted: whether it takes weights.
@@ -66,7 +66,7 @@ class Unpermute(BasicOperation):
             rows = input_ if needs_dw else None
             kept = weights if needs_dw or ctx.needs.input else None
             ctx.save_for_backward(*self.Saved(row_map, rows, kept))
-        return gather_sum(input_.contiguous(), row_map, weights), [()]
+        return sum_of_rows(input_, row_map, weights, None)[0], [()]
 
     def fuser_backward(
         self,
@@ -77,20 +77,11 @@ class Unpermute(BasicOperation):
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         row_map, rows, weights = ctx.saved_tensors
-        order = slots(row_map)
-        flat = grad_output.reshape(-1, grad_output.shape[-1])
-        dy = flat.index_select(0, tokens(order, row_map.shape[-1]))
         if not self.weighted:
-            return (dy if ctx.needs.input else None), [()], [(None,)]
-        dx = dw = None
-        if ctx.needs.extra_inputs[1]:
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            of_rows = torch.linalg.vecdot(dy.to(wide), rows.to(wide))
-            dw = of_rows.to(weights.dtype).index_select(0, row_map.reshape(-1))
-            dw = dw.view(row_map.shape)
-        if ctx.needs.input:
-            w = weights.reshape(-1).to(dy.dtype).index_select(0, order)
-            dx = dy * w.unsqueeze(-1)
+            dx = copy_to_rows(grad_output, row_map, None)[0] if ctx.needs.input else None
+            return dx, [()], [(None,)]
+        of_weights = rows if ctx.needs.extra_inputs[1] else None
+        dx, dw = sum_of_rows_grads(grad_output, row_map, weights, of_weights, ctx.needs.input)
         return dx, [()], [(None, dw)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from opfuser import LoadBalancingLoss, Permute, Sequential, SwapExtra, TopKRouter, Unpermute
 from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.op import BasicOperation
+from opfuser.report.kernel_counts import counting
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, EXACT, check_values
 
@@ -298,6 +300,55 @@ def test_there_and_back_is_reproducible(weighted: bool, device: torch.device) ->
 
     first = run()
     assert all(all(map(torch.equal, run(), first)) for _ in range(3))
+
+
+def launches(
+    op: BasicOperation, *inputs: Tensor, mask: Tensor | None = None
+) -> tuple[tuple[int, int], int]:
+    """Of forward and of backward, as on a GPU, and the bytes of both."""
+    kwargs = {} if mask is None else {"mask": mask}
+    with counting() as counter:
+        counter.enter("forward")
+        made = op(*inputs, **kwargs)
+        made = [made] if isinstance(made, Tensor) else made
+        outputs = [y for y in made if y.requires_grad]
+        counter.enter("nowhere")
+        grads = [torch.ones_like(y) for y in outputs]
+        counter.enter("backward")
+        torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], grads)
+    passes = counter.counts["forward"], counter.counts["backward"]
+    return (passes[0].launches, passes[1].launches), passes[0].bytes + passes[1].bytes
+
+
+def test_a_router_is_two_launches_and_one() -> None:
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    x = torch.empty(512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    mask = torch.empty(512, dtype=torch.bool, device="meta")
+    for name in ROUTERS:
+        op = router(name, 64, 4).to("meta")
+        assert launches(op, x)[0] == (2, 1), name
+        assert launches(op, x, mask=mask)[0] == (2, 1), name
+
+
+def test_rows_move_as_often_as_they_must() -> None:
+    """Histograms, row map, the check of indices and copies; and one launch for all gradients."""
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    tokens, k, cols = 512, 4, 256
+    x = torch.empty(tokens, cols, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    rows = torch.empty(tokens * k, cols, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    chosen = torch.empty(tokens, k, dtype=torch.int64, device="meta")
+    weights = torch.empty(tokens, k, device="meta", requires_grad=True)
+    copy = x.nbytes + rows.nbytes
+    small = 1.2  # of maps and weights
+    for op, inputs, passes, copies in (
+        (Permute(16), (x, chosen, weights), (4, 1), 2),
+        (Permute(16, weighted=False), (x, chosen), (4, 1), 2),
+        (Unpermute(), (rows, chosen), (1, 1), 2),
+        (Unpermute(weighted=True), (rows, chosen, weights), (1, 1), 3),
+    ):
+        found, moved = launches(op, *inputs)  # type: ignore[arg-type]
+        assert found == passes, op
+        assert moved <= small * copies * copy, op
 
 
 @pytest.mark.gpu
