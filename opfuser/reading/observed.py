@@ -95,6 +95,7 @@ class Observed:
         self._classes: dict[type, dict[str, Any]] = {}  # likewise
         self._found: dict[int, list[types.FunctionType]] = {}  # by their code
         self._done: set[int] = set()  # those of them whose variables are noted
+        self._imported: dict[int, types.ModuleType] = {}  # in variables and by imports of functions
         for module in root.modules():
             for attributes in attributes_of(module):
                 self.hold(attributes)
@@ -133,6 +134,8 @@ class Observed:
             self.tensors.add(id(value))
         if isinstance(value, type):
             self._hold_class(value)
+        if isinstance(value, types.ModuleType) and not is_of_python(value.__name__):
+            self._imported.setdefault(id(value), value)
         if value is MISSING or is_scalar(value) or isinstance(value, self._opaque):
             return
         if type(value).__module__.partition(".")[0] == "torch":
@@ -191,7 +194,7 @@ class Observed:
         return list(done.values())
 
     def _named_by_code(self) -> None:
-        """Notes attributes of classes and tensors that code which was executed may have read."""
+        """Notes attributes that executed code names, and whose reading is not seen."""
         noted = {(_owner(kind, name), name) for kind, name in self._kinds}
         for kind in self._classes:
             for name, value in list(vars(kind).items()):
@@ -203,7 +206,14 @@ class Observed:
                     read = name in self.names and not hasattr(value, "__get__")
                 if read and (kind, name) not in noted:
                     self.kind(kind, name)
-        for attributes in (*self._tensors, *map(vars, self._functions.values())):
+        self._named_in(*self._tensors, *map(vars, self._functions.values()))
+        done: set[int] = set()
+        while new := [m for number, m in self._imported.items() if number not in done]:
+            done.update(map(id, new))
+            self._named_in(*map(vars, new))
+
+    def _named_in(self, *holders: dict[str, Any]) -> None:
+        for attributes in holders:
             for name in attributes.keys() & (self.names | self.texts):
                 self.row(attributes, name, attributes[name])
                 self.look_into(name, attributes[name])

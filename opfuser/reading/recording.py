@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-import importlib
+import importlib.util
 import inspect
 import io
 import logging
@@ -40,6 +40,7 @@ _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "re
 _HIDDEN = {"getattr_static"}, {"object", "__getattribute__"}
 _OPERATORS = vars(operator).keys() & vars(int).keys() - {"__doc__"}
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
@@ -296,6 +297,9 @@ class Recording:
         for hidden in _HIDDEN:
             if hidden <= set(code.co_names):
                 self.note_effect(f"reads by {'.'.join(sorted(hidden, reverse=True))}")
+        if _IMPORT_NAME in code.co_code[::2]:
+            for module in _imported_by(code, around):
+                self.observed.look_into(module.__name__, module)
         for name in code.co_names:
             if name in around:
                 self._named(around, name, code.co_names)
@@ -399,6 +403,19 @@ def _writes_to_closure(code: types.CodeType) -> bool:
         instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars
         for instruction in dis.get_instructions(code)
     )
+
+
+def _imported_by(code: types.CodeType, around: dict[str, Any]) -> Iterator[types.ModuleType]:
+    """The modules that code imports, and what they are parts of, as far as they are loaded."""
+    instructions = list(dis.get_instructions(code))
+    for level, _, instruction in zip(instructions, instructions[1:], instructions[2:]):
+        if instruction.opname == "IMPORT_NAME":
+            name = "." * level.argval + instruction.argval
+            name = importlib.util.resolve_name(name, str(around.get("__package__")))
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                if isinstance(found := sys.modules.get(".".join(parts[:end])), types.ModuleType):
+                    yield found
 
 
 def _class(module: str, name: str) -> Any:

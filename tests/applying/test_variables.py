@@ -182,6 +182,29 @@ def scaled_by_its_attribute(h: Tensor) -> Tensor:
 scaled_by_its_attribute.scale = 1.0  # type: ignore[attr-defined]
 settings = types.ModuleType("settings_of_a_user")
 settings.scale = 1.0  # type: ignore[attr-defined]
+sys.modules[settings.__name__] = settings
+
+
+def of_a_module_in_a_default(h: Tensor, held: Any = settings) -> Tensor:
+    return torch.relu(h) * held.scale
+
+
+def of_a_module_in_a_variable(held: Any) -> Callable[[Tensor], Tensor]:
+    return lambda h: torch.relu(h) * held.scale
+
+
+def of_a_module_that_it_imports(h: Tensor) -> Tensor:
+    import settings_of_a_user  # noqa: PLC0415
+
+    return torch.relu(h) * settings_of_a_user.scale
+
+
+def of_what_it_imports(h: Tensor) -> Tensor:
+    from settings_of_a_user import scale  # noqa: PLC0415
+
+    return torch.relu(h) * scale
+
+
 TABLE = {"scale": 1.0, "zero": 0.0}
 ACTING, LISTED = Acting(), Listed()
 LISTED.factor = 1.0
@@ -234,6 +257,15 @@ VARIABLES: dict[str, tuple[Any, Change]] = {
         lambda h: torch.relu(h) * settings.scale,  # type: ignore[attr-defined]
         lambda patch: patch.setattr(settings, "scale", 3.0),
     ),
+    **{
+        act.__name__: (act, lambda patch: patch.setattr(settings, "scale", 3.0))
+        for act in (
+            of_a_module_in_a_default,
+            of_a_module_in_a_variable(settings),
+            of_a_module_that_it_imports,
+            of_what_it_imports,
+        )
+    },
     "entry of a global dict": (
         lambda h: torch.relu(h) * TABLE["scale"],
         lambda patch: patch.setitem(TABLE, "scale", 3.0),
