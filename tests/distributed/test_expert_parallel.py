@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from opfuser import (
     Combine,
@@ -24,8 +23,7 @@ from opfuser import (
     Sequential,
     Unpermute,
 )
-from opfuser.errors import ArgumentError, InputError, NotSupportedError
-from opfuser.models import DecoderConfig, MoEConfig, decoder_lm, experts
+from opfuser.models import MoEConfig, experts
 from opfuser.models.parallel import parallelize
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
