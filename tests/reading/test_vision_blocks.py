@@ -102,32 +102,12 @@ class ConvNeXtMlp(nn.Module):
         return x + self.gamma * self.mlp(self.norm(x))
 
 
-class WindowAttention(nn.Module):
-    """Attention inside of windows, with a bias for each pair of places."""
-
-    def __init__(self, cosine: bool) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.bias, self.cosine = nn.Parameter(torch.randn(4, 4, 4)), cosine
-        self.logit_scale = nn.Parameter(torch.ones(4, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, n, c = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, 4, c // 4).permute(2, 0, 3, 1, 4).unbind(0)
-        if self.cosine:
-            scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.logit_scale.exp()
-        else:
-            scores = q * (c // 4) ** -0.5 @ k.mT
-        y = (scores + self.bias).softmax(-1) @ v
-        return self.proj(y.transpose(1, 2).reshape(b, n, c))
-
-
 class Swin(nn.Module):
     """A block of windows of 2 x 2 in an image of 4 x 4."""
 
-    def __init__(self, cosine: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(WIDTH), WindowAttention(cosine)
+        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention()
         self.norm2, self.mlp = nn.LayerNorm(WIDTH), feed()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,10 +147,9 @@ def test_stochastic_depth_in_training_is_called() -> None:
     assert sorted(called_in(read_of(found))) == ["path1", "path2"]
 
 
-@pytest.mark.parametrize("cosine", [False, True])
-def test_windows_are_kept(cosine: bool) -> None:
+def test_windows_are_kept() -> None:
     with pytest.raises(KeptError, match="computes permute"):
-        read_of(example(Swin(cosine), 2, 4, 4, WIDTH))
+        read_of(example(Swin(), 2, 4, 4, WIDTH))
 
 
 @pytest.mark.parametrize("name", WHOLE)
