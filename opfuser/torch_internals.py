@@ -227,8 +227,9 @@ SETTINGS = frozenset(
 
 
 def is_private(function: Any) -> bool:
-    """Whether a function is one in C that torch keeps to itself."""
-    return getattr(function, "__self__", None) is torch._C and function.__name__.startswith("_")
+    """Whether a function is one in C that torch keeps to itself, and no mode is told of."""
+    of_torch = getattr(function, "__self__", None) is torch._C and function is not set_grad_enabled
+    return of_torch and function.__name__.startswith("_")
 
 
 _find("torch.nn.utils.parametrize:_cache_enabled", None)

@@ -29,12 +29,12 @@ from ..reading.built import Built
 from ..reading.construction import build
 from ..reading.dataflow import map_leaves
 from ..reading.kept import KeptError
-from ..reading.operations import Called, Experts, Input, Reading
+from ..reading.operations import Called, Experts, Reading
 from ..reading.reads import is_scalar
 from ..registry import registry
 from ..traced_calls import Functions
 from ..tracing import exporting
-from .decisions import Application, Decision, Output
+from .decisions import Application, Decision, arranged
 from .descriptions import operations_in
 from .layouts import given_of
 
@@ -102,9 +102,9 @@ def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     found = state.ends()
     if found is None:  # the graph was broken, and this has been computed
         return plain
-    name, places, arrangement = found
+    name, owned, paths, places = found
     parameters = []
-    for path, own in places:
+    for path, own in owned:
         holder = module
         for part in path:
             holder = holder._modules[part]
@@ -112,7 +112,10 @@ def traced_call(module: Any, args: Any, kwargs: Any) -> Any:
     y = getattr(functions, name)(args, kwargs, parameters)
     if not state.computes():
         return plain
-    return _arranged(arrangement, y, (args, kwargs))
+    if places is None:
+        return y
+    inputs = [_at((args, kwargs), path) for path in paths]
+    return arranged(places, y if isinstance(y, tuple) else (y,), inputs)
 
 
 def _is_simple(tree: Any) -> bool:
@@ -124,28 +127,11 @@ def _is_simple(tree: Any) -> bool:
     return tree is None or isinstance(tree, (Tensor, bool, int, float, str, torch.dtype))
 
 
-def _arranged(arrangement: Any, y: Any, given: Any) -> Any:
-    if not isinstance(arrangement, tuple):
-        return arrangement
-    kind, *parts = arrangement
-    if kind == "output":
-        return y if parts[0] is None else y[parts[0]]
-    if kind == "input":
-        for part in parts:
-            given = given[part]
-        return given
-    parts = [_arranged(part, y, given) for part in parts]
-    return parts if kind == "list" else tuple(parts)
-
-
-def _arrangement_of(tree: Any, outputs: int, paths: Sequence[tuple[Any, ...]]) -> Any:
-    """The structure of a result as tuples, of which the first entry says what it is."""
-    if isinstance(tree, (tuple, list)):
-        parts = (_arrangement_of(part, outputs, paths) for part in tree)
-        return (type(tree).__name__, *parts)
-    if type(tree) is Output:
-        return "output", None if outputs == 1 else tree.number
-    return ("input", *paths[tree.number]) if type(tree) is Input else tree
+def _at(given: Any, path: tuple[Any, ...]) -> Any:
+    """What stands at a place among arguments."""
+    for part in path:
+        given = given[part]
+    return given
 
 
 def _paths_in(tree: Any, *path: Any) -> Iterator[tuple[Tensor, tuple[Any, ...]]]:
@@ -220,8 +206,8 @@ class CompiledCalls:
         return True
 
     @internals.constant_result
-    def ends(self) -> tuple[str, Any, Any] | None:
-        """The name of the sequence's function, places of parameters, structure of the result.
+    def ends(self) -> tuple[str, Any, Any, Any] | None:
+        """The name of the sequence's function, places of parameters, inputs and results.
 
         None where the graph was broken since :meth:`begins`.
         """
@@ -236,15 +222,12 @@ class CompiledCalls:
         assert decision.reading is not None
         assert module is not None
         names = {id(m._parameters): path for path, m in module.named_modules()}
-        places = tuple(
+        owned = tuple(
             (tuple(names[id(a.source)].split(".")) if names[id(a.source)] else (), a.source_name)
             for a in decision.built.aliases
         )
-        arrangement: Any = ("output", None)
-        if decision.arrange is not None:
-            outputs = decision.built.outputs
-            arrangement = _arrangement_of(decision.arrange.places, outputs, call.paths)
-        return _name_of(decision.reading, decision.built, module), places, arrangement
+        name = _name_of(decision.reading, decision.built, module)
+        return name, owned, call.paths, decision.places
 
     @internals.constant_result
     def computes(self) -> bool:

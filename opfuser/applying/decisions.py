@@ -20,7 +20,7 @@ from ..quantization.weights import quantized_model_init
 from ..reading.built import Built
 from ..reading.call_key import CallKey, call_key, small_call
 from ..reading.construction import build
-from ..reading.dataflow import Dataflow, Value, map_leaves, tensors_in
+from ..reading.dataflow import Dataflow, Value, tensors_in
 from ..reading.grammar import read
 from ..reading.kept import KeptError, NotNowError
 from ..reading.observed import FILLS_A_CACHE
@@ -29,7 +29,6 @@ from ..reading.operations import (
     Bias,
     Called,
     Dropout,
-    Input,
     Linear,
     Parallel,
     Reading,
@@ -41,12 +40,13 @@ from ..reading.operations import (
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import exchanged_reads, sibling_reads
 from ..reading.sizes import Size
+from ..reading.stand_ins import LayerIndex
 from ..reading.tracer import Trace, device_of, trace
 from .deferred import Head
 from .descriptions import masks_in, operations_in
 from .memo import Memo
 
-__all__ = ["Application", "Decision", "check_modes"]
+__all__ = ["Application", "Decision", "arranged", "check_modes"]
 
 # A module that calls more than that is not read as one: its parts are.
 _MODULES_AT_MOST = 200
@@ -73,8 +73,8 @@ class Decision:
         built: the sequence, as long as it is current.
         masks: the numbers of the inputs that attention is masked with, and are added to its scores;
             and whether one may hide no key that others leave to a query, in any call.
-        arrange: puts outputs, and inputs of the call, where the forward returns them; None if it
-            returns one output alone.
+        places: where the forward returns outputs and inputs of the call, for :func:`arranged`; None
+            if it returns one output alone.
         changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
         calls: how many there were.
@@ -87,7 +87,7 @@ class Decision:
     reading: Reading | None = None
     built: Built | None = None
     masks: tuple[tuple[int, bool], ...] = ()
-    arrange: Arrangement | None = None
+    places: Any = None
     changes: int = 0
     tried: bool = False
     calls: int = 0
@@ -141,7 +141,7 @@ class _Read:
     trace: Trace
     reading: Reading | None = None
     reason: str = ""
-    arrange: Arrangement | None = None
+    places: Any = None
     alone: bool = False
 
 
@@ -228,10 +228,10 @@ class Application:
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
         made = Decision(one.reason, one.trace, reads, changes=self.changes)
-        if one.reading is not None and one.arrange is None and self._differentiates(module):
+        if one.reading is not None and one.places is None and self._differentiates(module):
             made.head = Head.of(one.reading, module)
         if one.reading is not None and not one.alone:
-            made.reading, made.arrange = one.reading, one.arrange
+            made.reading, made.places = one.reading, one.places
             made.built = build(one.reading, module).leave_scales()
             made.masks = masks_in(one.reading)
             self.memo.share(made.built)
@@ -264,7 +264,7 @@ class Application:
         current = (one for one in before if one.trace.reads.current_but_parameters())
         before[:] = [*current, found][-_TRACES:]
         try:
-            found.arrange = _arrangement(found.trace.dataflow)
+            found.places = _arrangement(found.trace.dataflow)
             autocast = autocast_dtype(device_of(module, args, kwargs))
             found.reading = read(found.trace.dataflow, autocast)
             check_modes(found.trace.dataflow, found.reading)
@@ -335,57 +335,42 @@ def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
         raise KeptError(f"holds {count - 1} modules, which are read by themselves")
 
 
-@dataclass(frozen=True)
-class Output:
-    """Stands for a tensor that a call has computed, by its number."""
+def _arrangement(dataflow: Dataflow) -> Any:
+    """Where a forward returns outputs and inputs, as :func:`arranged` takes it.
 
-    number: int
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """Puts outputs, and inputs of the call, where a forward returns them.
-
-    Attributes:
-        places: what the forward returns, with an Output or an Input in place of each tensor.
-    """
-
-    places: Any
-
-    def __call__(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        def placed(leaf: Any) -> Any:
-            if type(leaf) is Output:
-                return outputs[leaf.number]
-            return inputs[leaf.number] if type(leaf) is Input else leaf
-
-        return map_leaves(placed, self.places)
-
-
-def _arrangement(dataflow: Dataflow) -> Arrangement | None:
-    """What puts outputs and inputs where a forward returns them; None if one output is alone.
+    None if one output is alone.
 
     Raises:
         KeptError: the result is of a type that cannot be told from its trace.
     """
-    result = dataflow.result
-    if isinstance(result, Value):
-        return None
+    inputs, outputs = dataflow.inputs, dataflow.outputs
 
-    def check(tree: Any) -> None:
+    def place(tree: Any) -> Any:
         if type(tree) in (tuple, list):
-            for part in tree:
-                check(part)
-        elif type(tree) is Size or not (isinstance(tree, Value) or is_scalar(tree)):
+            return type(tree).__name__, *map(place, tree)
+        if isinstance(tree, Value):
+            is_input = tree in inputs
+            return "input" if is_input else "output", (inputs if is_input else outputs).index(tree)
+        if isinstance(tree, (LayerIndex, Size)):
+            raise KeptError("returns a size, or the number of a layer")
+        if not is_scalar(tree):
             raise KeptError(f"returns a {type(tree).__name__}")
+        return tree
 
-    check(result)
+    return None if isinstance(dataflow.result, Value) else place(dataflow.result)
 
-    # Without the values, which hold the whole dataflow.
-    places: dict[Any, Any] = {v: Output(number) for number, v in enumerate(dataflow.outputs)}
-    places.update((v, Input(number)) for number, v in enumerate(dataflow.inputs))
-    return Arrangement(
-        map_leaves(lambda leaf: places[leaf] if isinstance(leaf, Value) else leaf, result)
-    )
+
+def arranged(places: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    """Outputs, and inputs of a call, where a forward returns them."""
+    if not isinstance(places, tuple):
+        return places
+    kind, *parts = places
+    if kind == "output":
+        return outputs[parts[0]]
+    if kind == "input":
+        return inputs[parts[0]]
+    parts = [arranged(part, outputs, inputs) for part in parts]
+    return parts if kind == "list" else tuple(parts)
 
 
 def _renumber(built: Built, traced: Reads, reads: Reads) -> None:

@@ -30,7 +30,7 @@ from ..recomputation import parts_under_way
 from ..tracing import transforms_active
 from .caches import WithoutGradients
 from .compiled import CompiledCalls, traced_call
-from .decisions import Application, Decision
+from .decisions import Application, Decision, arranged
 from .deferred import without_deferred
 from .layouts import Given, Layout, given_of, layout_of
 
@@ -209,9 +209,9 @@ class State(CompiledCalls):
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
         decision.tried = True
-        if decision.arrange is None:
+        if decision.places is None:
             return y
-        return decision.arrange(y if decision.built.outputs > 1 else (y,), inputs)
+        return arranged(decision.places, y if decision.built.outputs > 1 else (y,), inputs)
 
     def _new_kind(self, args: Any, kwargs: Any) -> tuple[_Kind | None, Given]:
         layout = layout_of(args, kwargs)

@@ -229,7 +229,7 @@ def _arguments_of(values: Values, call: Call, x: Value) -> Any:
             return GivenCache()
         if type(given) is tuple:
             return tuple(map(argument, given))
-        if is_scalar(given) and type(given) not in (Size, LayerIndex):
+        if is_scalar(given) and not isinstance(given, (Size, LayerIndex)):
             return given
         raise KeptError(f"passes a {type(given).__name__} to '{call.path}'")
 

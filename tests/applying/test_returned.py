@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 import opfuser
 from opfuser.applying import report
@@ -415,3 +416,28 @@ def test_buffers_are_in_no_function_of_a_graph() -> None:
     in_layers = len(_holders_of_tables(model)) > 1
     assert any("turns heads by rows of a buffer" in reason for reason in reasons) == in_layers
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("what", [lambda layer, x: x.shape[1], lambda layer, x: layer.layer_idx])
+def test_sizes_and_numbers_of_layers_that_are_returned(what: Any) -> None:
+    """The numbers of siblings, beside a cache, are others."""
+
+    class Numbered(Passing):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.layer_idx = number
+
+        def forward(self, x: Tensor, cache: Any) -> Any:  # type: ignore[override]
+            return x + self.down(torch.relu(self.up(self.norm(x)))), what(self, x)
+
+    plain = [randomised(Numbered(number)) for number in range(2)]
+    for layer in plain:
+        model = copy.deepcopy(layer)
+        opfuser.apply(model)
+        for length in (7, 9, 7):
+            x, cache = stream(2, length, WIDTH), DynamicCache()
+            (y, got), (want, number) = model(x, cache), layer(x, cache)
+            torch.testing.assert_close(y, want)
+            assert (type(got), got) == (int, number)
+        (kept,) = [entry for entry in report(model).kept if not entry.path]
+        assert kept.reason == "returns a size, or the number of a layer"

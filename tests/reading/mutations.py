@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class _Mutating(TorchFunctionMode):
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if sys._getframe(1).f_globals["__name__"] == "transformers.cache_utils":
+        caller: Any = inspect.currentframe()
+        if caller.f_back.f_globals["__name__"] == "transformers.cache_utils":
             return result  # of which a trace knows the result alone
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, Tensor) or not (first.is_floating_point() and first.dim()):
