@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ import opfuser
 from benchmarks import timing
 from benchmarks.gpu import peers, replay, torch_models
 from benchmarks.gpu.contest import solve
+from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
+from benchmarks.gpu.gemm_problems import in_float64
 from benchmarks.gpu.problem import (
     RANDOM_TOLERANCE,
     STEP,
@@ -49,6 +52,7 @@ SIZES: tuple[Mapping[str, int], ...] = (
     {"dim": 1024, "tokens": 16384},
     {"dim": 4096, "tokens": 2048},
     {"dim": 4096, "tokens": 16384},
+    {"dim": 2048, "tokens": 8192},
 )
 FEW_SIZES = SIZES[:3]
 TINY = {"dim": 64, "tokens": 8}
@@ -111,10 +115,9 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
         **replay.replayed(share(swiglu_block(config), source), options.device),
         "opfuser, recompute": share(swiglu_block(replace(config, recompute="mlp")), source),
         "torch": source,
-        **{
-            name: share(torch_models.swiglu_block(config, parts), source)
-            for name, parts in peers.model_parts().items()
-        },
+        **peers.with_parts(
+            lambda parts: share(torch_models.swiglu_block(config, parts), source), peers.LIGER
+        ),
         **peers.swiglu_block(norm, fc1, fc2, EPS),
     }
     ffn = config.ffn_features
@@ -124,6 +127,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
         passes(options, dim, tokens),
         parameters,
         floor=lambda x: gemms(x, [(2 * ffn, dim), (dim, ffn)]),
+        exact=partial(in_float64, source),
         wall=calls(dim),
         left_out=replay.left_out(options.device),
     )
@@ -132,6 +136,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
 def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
     config = decoder_config(options, dim)
     length = min(tokens, LONGEST)
+    kind = LayerKind(config.num_heads, EPS, rotary_length=length, gated=True)
     shape = (tokens // length, length, dim)
     source = torch_models.decoder_layer(config, Parts(), length)
     randomise(source)
@@ -139,10 +144,10 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
         "opfuser": share(decoder_layer(config), source),
         **replay.replayed(share(decoder_layer(config), source), options.device),
         "torch": source,
-        **{
-            name: share(torch_models.decoder_layer(config, parts, length), source)
-            for name, parts in peers.model_parts().items()
-        },
+        **peers.with_parts(
+            lambda parts: share(torch_models.decoder_layer(config, parts, length), source)
+        ),
+        **peers.peer(peers.TE, lambda: EngineLayer(source, kind, num_gqa_groups=config.key_heads)),
     }
     return Problem(
         drawing(options, (shape,), (shape,)),
@@ -150,6 +155,7 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
         passes(options, dim, tokens),
         tuple(source.parameters()),
         tolerance=ATTENTION_TOLERANCE.get(options.dtype),
+        exact=partial(in_float64, source),
         wall=calls(dim),
         left_out=replay.left_out(options.device),
     )
@@ -186,6 +192,7 @@ def gpt(options: Options, dim: int, tokens: int, dropout: float = 0.0) -> Proble
         parameters,
         floor=lambda x: gemms(x, [(hidden, dim), (dim, hidden)]),
         observe=norms if dropout else list,
+        exact=None if dropout else partial(in_float64, source),
         tolerance=RANDOM_TOLERANCE if dropout else None,
         wall=calls(dim),
         left_out=replay.left_out(options.device),

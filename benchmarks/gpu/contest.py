@@ -21,6 +21,7 @@ from benchmarks.gpu.problem import (
     Case,
     Function,
     Inputs,
+    Missing,
     Options,
     Problem,
     Row,
@@ -45,8 +46,9 @@ def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
     for own, other in zip(result, wanted):
         if own.shape != other.shape:
             raise AssertionError(f"a result is {tuple(own.shape)}, not {tuple(other.shape)}")
-        size = torch.linalg.vector_norm(other, dtype=torch.float32).item()
-        error = torch.linalg.vector_norm(own - other, dtype=torch.float32).item()
+        wide = torch.promote_types(other.dtype, torch.float32)
+        size = torch.linalg.vector_norm(other, dtype=wide).item()
+        error = torch.linalg.vector_norm(own - other, dtype=wide).item()
         ratios.append(error / size if size else error)
     return math.nan if any(map(math.isnan, ratios)) else max(ratios)
 
@@ -184,9 +186,12 @@ def timed(
 def contest(problem: Problem, options: Options, modes: tuple[str, ...]) -> list[Row]:
     """One row per pass and contestant."""
     functions = {**problem.functions, **compiled(problem, modes)}
+    missing = {name: f.reason for name, f in functions.items() if isinstance(f, Missing)}
+    functions = {name: f for name, f in functions.items() if name not in missing}
     memory, failures = checked(problem, functions, options)
     functions = {name: function for name, function in functions.items() if name in memory}
     left_out = {name: f"not run: {reason}" for name, reason in problem.left_out.items()}
+    left_out |= missing
     rows: list[Row] = []
     for passed in problem.traffic:
         # What captures CUDA graphs by itself has no place inside one.

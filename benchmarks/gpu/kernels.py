@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from benchmarks.gpu import loss_problems, row_problems
+from benchmarks.gpu import gemm_problems, loss_problems, row_problems
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import Case, Options, Row
 
@@ -25,6 +25,8 @@ NORMS = rows_by_cols(
 )
 FEW_NORMS = rows_by_cols((8192, 4096), (2048, 1024), (16384, 8192))
 GATED = rows_by_cols((8192, 14336), (2048, 3584), (8192, 3584), (16384, 14336))
+GEMMS = tuple({"dim": dim, "tokens": 8192} for dim in (4096, 2048, 1024))
+TINY_GEMM = {"dim": 32, "tokens": 6}
 HEADS = (
     {"batch": 2, "length": 4096, "heads": 32, "kv_heads": 8},
     {"batch": 1, "length": 2048, "heads": 8, "kv_heads": 8},
@@ -60,6 +62,8 @@ CASES = (
         ),
         {"tokens": 6, "classes": 65},
     ),
+    Case("RMSNorm + linear", gemm_problems.norm_linear, GEMMS, TINY_GEMM),
+    Case("linear + SwiGLU", gemm_problems.linear_swiglu, GEMMS, TINY_GEMM),
     Case(
         "linear + cross entropy",
         loss_problems.linear_cross_entropy,
@@ -67,6 +71,7 @@ CASES = (
             {"tokens": 8192, "dim": 4096, "classes": 128256},
             {"tokens": 8192, "dim": 4096, "classes": 32000},
             {"tokens": 4096, "dim": 2048, "classes": 128256},
+            {"tokens": 8192, "dim": 1024, "classes": 128256},
         ),
         {"tokens": 6, "dim": 16, "classes": 65},
     ),
@@ -77,5 +82,5 @@ def rows(options: Options) -> Iterator[Row]:
     modes = MODES if options.modes is None else options.modes
     for case in CASES:
         # Here autotuning the GEMMs would take minutes.
-        own = modes if case.name != "linear + cross entropy" else modes[:1]
+        own = modes[:1] if "linear" in case.name else modes
         yield from solve(case, options, own)

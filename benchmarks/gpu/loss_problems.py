@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser
 from benchmarks import timing
 from benchmarks.gpu import peers
+from benchmarks.gpu.gemm_problems import in_float64
 from benchmarks.gpu.problem import STEP, Function, Inputs, Options, Problem
 from benchmarks.gpu.row_problems import EPS, drawing, parameter
 from benchmarks.gpu.torch_models import Rotary
@@ -55,13 +58,27 @@ def linear_cross_entropy(options: Options, tokens: int, dim: int, classes: int) 
 
         return gemms
 
+    source = Loss(w)
     functions: dict[str, Function] = {
         "opfuser": opfuser.Sequential(head, opfuser.CrossEntropy()),
-        "torch": lambda x, t: F.cross_entropy(F.linear(x, w).float(), t),
+        "torch": source,
         "torch, not upcast": lambda x, t: F.cross_entropy(F.linear(x, w), t),
         **peers.linear_cross_entropy(w),
     }
-    return Problem(draw, functions, {STEP: None}, (w,), floor=floor)
+    exact = partial(in_float64, source)
+    return Problem(draw, functions, {STEP: None}, (w,), floor=floor, exact=exact)
+
+
+class Loss(nn.Module):
+    """The mean loss of a head, computed in fp32 or wider."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight)
+        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
 
 
 HEAD_DIM = 128

@@ -70,10 +70,7 @@ def training(
     functions: dict[str, Function] = {
         "opfuser": share(decoder_lm(config), source),
         "torch": source,
-        **{
-            name: share(DecoderLM(config, parts, length), source)
-            for name, parts in peers.model_parts().items()
-        },
+        **peers.with_parts(lambda parts: share(DecoderLM(config, parts, length), source)),
     }
     return Problem(
         batches(options, config.vocab_size, batch, length),

@@ -46,6 +46,8 @@ def ready(problem: Problem, function: Function, passed: str, inputs: Inputs) -> 
         return list(tensors(function(*args)))
 
     def backward(outputs: list[Tensor]) -> list[Tensor]:
+        if not wanted:  # of what has no backward
+            return outputs
         # Accumulation into .grad would copy gradients that two arguments share.
         gradients = torch.autograd.grad(outputs, wanted, inputs.grads, allow_unused=True)
         if any(gradient is None for gradient in gradients):

@@ -1,8 +1,9 @@
 """Contestants from other libraries, as far as these are installed.
 
-Every entry is built at its first call, so that a changed interface is reported as the failure of
-that contestant. Options with which a backward overwrites its incoming gradient are off: the other
-contestants read it too.
+``PEERS`` declares them. Where one cannot be imported on a machine with a GPU, its rows say which
+packages it needs. Every entry is built at its first call, so that a changed interface is reported
+as the failure of that contestant. Options with which a backward overwrites its incoming gradient
+are off: the other contestants read it too.
 """
 
 from __future__ import annotations
@@ -15,28 +16,59 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.problem import Function
+from benchmarks.gpu.problem import Function, Missing
 from benchmarks.gpu.torch_models import Parts
 
 LIGER = "Liger-Kernel"
 QUACK = "quack"
 TE = "Transformer Engine"
 TORCHAO = "torchao"
-PACKAGES = {
-    LIGER: "liger_kernel", QUACK: "quack", TE: "transformer_engine", TORCHAO: "torchao",
-}  # fmt: skip
+QUACK_IN_TORCH = "quack in torch"
+TORCH_LOSS = "torch, linear_cross_entropy"
+
+
+class Peer(NamedTuple):
+    """What is imported of a library, as ``"module"`` or ``"module:name"``, and what that takes."""
+
+    found: str
+    needs: str
+
+
+_DSL = "nvidia-cutlass-dsl[cu13]==4.6.2, apache-tvm-ffi<0.2, torch-c-dlpack-ext, einops"
+PEERS = {
+    LIGER: Peer("liger_kernel.ops", "liger-kernel==0.8.5"),
+    QUACK: Peer("quack.gemm_interface", f"quack-kernels==0.6.4, {_DSL}"),
+    TE: Peer("transformer_engine.pytorch", "transformer-engine[pytorch]==2.20"),
+    TORCHAO: Peer("torchao", "torchao"),
+    # Private; what torch has of quack 0.6.4, for its own kernels.
+    QUACK_IN_TORCH: Peer("torch._vendor.quack.gemm_interface", f"torch>=2.15, {_DSL}"),
+    TORCH_LOSS: Peer("torch.nn.functional:linear_cross_entropy", "torch>=2.15"),
+}
 
 Functions = dict[str, Function]
 
 
+@functools.cache
+def lacking(name: str) -> str | None:
+    """Why a library cannot take part, or None; all of them need a GPU."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    try:
+        attribute(PEERS[name].found)
+    except Exception as error:  # noqa: BLE001 - a clash of versions may raise anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"not installed: needs {PEERS[name].needs} ({lines[0][:200]})"
+    return None
+
+
 def installed(name: str) -> bool:
-    """Whether the library can take part; all of them need a GPU."""
-    return torch.cuda.is_available() and importlib.util.find_spec(PACKAGES[name]) is not None
+    """Whether the library can take part."""
+    return lacking(name) is None
 
 
 def load_cudnn() -> None:
@@ -70,8 +102,11 @@ def _load_cudnn_of_torch() -> None:
 
 
 def peer(name: str, build: Callable[[], Function]) -> Functions:
-    """The entry of one library, or none."""
-    return {name: late(build)} if installed(name) else {}
+    """The entry of one library; without a GPU none."""
+    why = lacking(name)
+    if why is None:
+        return {name: late(build)}
+    return {name: Missing(why)} if torch.cuda.is_available() else {}
 
 
 def late(build: Callable[[], Function]) -> Function:
@@ -88,9 +123,10 @@ def late(build: Callable[[], Function]) -> Function:
 
 @functools.cache
 def attribute(path: str) -> Any:
-    """The object that ``"package.module:name"`` names."""
+    """The object that ``"package.module:name"`` names, or the module."""
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
 
 
 @functools.cache
@@ -210,14 +246,19 @@ def linear_cross_entropy(w: nn.Parameter) -> Functions:
         apply = liger("FusedLinearCrossEntropy")
         return lambda x, t: apply(x, w, t)[0]
 
+    def for_torch() -> Function:
+        loss = attribute(PEERS[TORCH_LOSS].found)
+        return lambda x, t: loss(x, w, t)
+
     return {
         **peer(LIGER, for_liger),
         **peer(QUACK, lambda: lambda x, t: quack_loss(x, w, t)),
+        **peer(TORCH_LOSS, for_torch),
     }
 
 
-def model_parts(*names: str) -> dict[str, Parts]:
-    """The modules that each library, or each one named, replaces in a torch.nn model."""
+def with_parts(build: Callable[[Parts], Function], *names: str) -> Functions:
+    """A torch.nn model in which each library, or each one named, replaces some modules."""
     offers = {
         LIGER: Parts(
             rms_norm=lambda x, w, eps: liger("RMSNorm")(x, w, eps, 0.0, "llama", False),
@@ -233,8 +274,52 @@ def model_parts(*names: str) -> dict[str, Parts]:
             linear_cross_entropy=quack_loss,
         ),
     }
-    chosen = names or tuple(offers)
-    return {n: parts for n, parts in offers.items() if n in chosen and installed(n)}
+    functions: Functions = {}
+    for name in names or offers:
+        functions |= peer(name, lambda parts=offers[name]: build(parts))
+    return functions
+
+
+def norm_linear(norm: nn.Parameter, w: nn.Parameter, eps: float) -> Functions:
+    """``rms_norm(x) Wᵀ``."""
+
+    def for_liger() -> Function:
+        apply = liger("RMSNorm")
+        return lambda x: nn.functional.linear(apply(x, norm, eps, 0.0, "llama", False), w)
+
+    def for_quack() -> Function:
+        normed, linear = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.linear:linear_func")
+        return lambda x: linear(normed(x, norm, eps=eps), w)
+
+    def for_te() -> Function:
+        module = engine("LayerNormLinear")(
+            w.shape[1], w.shape[0], eps=eps, bias=False, normalization="RMSNorm",
+            params_dtype=w.dtype, device=w.device,
+        )  # fmt: skip
+        module.layer_norm_weight, module.weight = norm, w
+        built: Function = module
+        return built
+
+    return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
+
+
+def linear_swiglu(w: nn.Parameter) -> Functions:
+    """``silu(g) u`` of ``x Wᵀ = [g, u]``, forward alone: what quack returns has no gradient."""
+
+    def for_liger() -> Function:
+        apply = liger("FusedGateUpSiLUMul")
+        return lambda x: apply(nn.functional.linear(x, w), False)
+
+    def gemm_gated(found: str) -> Function:
+        gemm = attribute(f"{found}:gemm_gated")
+        how: Any = {"activation": "swiglu", "store_preact": False, "concat_layout": ("B",)}
+        return lambda x: gemm(x, w.T, **how)[1]
+
+    return {
+        **peer(LIGER, for_liger),
+        **{n: f for q in (QUACK, QUACK_IN_TORCH)
+           for n, f in peer(q, lambda q=q: gemm_gated(PEERS[q].found)).items()},
+    }  # fmt: skip
 
 
 def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float) -> Functions:
@@ -281,8 +366,19 @@ def gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Functions:
 
         return block
 
+    def for_quack() -> Function:
+        mlp = attribute("quack.mlp:mlp_func")
+
+        def block(x: Tensor) -> Any:
+            # Its LayerNorm has no gradient.
+            h = nn.functional.layer_norm(x, norm.shape, norm, norm_bias, eps)
+            return x + mlp(h, fc1, fc2, "gelu_tanh_approx", bias1=fc1_bias, bias2=fc2_bias)
+
+        return block
+
     return {
         **peer(LIGER, for_liger),
+        **peer(QUACK, for_quack),
         **peer(TE, lambda: engine_gpt_block(parameters, eps)),
     }
 

@@ -102,6 +102,20 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """A contestant that is not there.
+
+    Attributes:
+        reason: what its rows say instead of times.
+    """
+
+    reason: str
+
+    def __call__(self, *args: Tensor) -> Result:
+        raise RuntimeError(self.reason)
+
+
+@dataclass(frozen=True)
 class Within:
     """A contestant that needs a context around its passes, both of them in a step.
 

@@ -55,7 +55,7 @@ def training(options: Options, builders: Builders) -> Problem:
         OURS: ours(),
         **replay.replayed(ours(), options.device),
         REFERENCE: source,
-        **{n: in_torch(parts) for n, parts in peers.model_parts(*builders.libraries).items()},
+        **peers.with_parts(in_torch, *builders.libraries),
         **engine_model(lambda: in_torch(Parts()), builders.layer),
     }
     if options.tiny:

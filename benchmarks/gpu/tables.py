@@ -62,7 +62,8 @@ def cell(row: Row, part: str) -> str:
         return ", ".join(f"{time:.1f}" for time in row["first_ten_steps"]) + " ms"
     time = row.get("median_us")
     if time is None:
-        return "failed" if "failure" in row else ""
+        failure = row.get("failure", "")
+        return failure and ("not installed" if failure.startswith("not installed") else "failed")
     text = f"{time / 1e3:.2f} ms" if time >= 1e3 else f"{time:.1f} us"
     extras = []
     if part == "kernels" and row.get("share_of_copy"):
