@@ -35,9 +35,15 @@ def _rows_launch(blocks: bool, split: bool, groups: int, even: bool) -> Launch:
     return Launch("grouped_products:rows_by_matrices", constants, **_HOW)
 
 
+def _columns_tile(blocks: bool, squares: bool) -> int:
+    """Columns of a tile: of 128 with scales along both sides, registers spill on sm_100."""
+    return _TILE // 2 if blocks and not squares else _TILE
+
+
 @functools.lru_cache(None)
 def _columns_launch(blocks: bool, squares: bool, split: bool) -> Launch:
-    constants = {"BLOCKS": blocks, "SQUARES": squares, "SPLIT": split, **_SHAPE}
+    own = {"BLOCKS": blocks, "SQUARES": squares, "SPLIT": split}
+    constants = {**own, **_SHAPE, "TILE_COLS": _columns_tile(blocks, squares)}
     return Launch("grouped_products:columns_by_columns", constants, **_HOW)
 
 
@@ -103,7 +109,7 @@ def _launch_columns(
         return y if out is None else out.copy_(y)
     out = a.new_empty((groups, n, k), dtype=dtype) if out is None else out
     squares = blocks and b_scale.shape[1] != k
-    tiles = groups * cdiv(n, _TILE) * cdiv(k, _TILE)
+    tiles = groups * cdiv(n, _TILE) * cdiv(k, _columns_tile(blocks, squares))
     launch = _columns_launch(blocks, squares, split)
     launch((tiles, 1, 1), (a, b, a_scale, b_scale, ends, out), (n, k, padded, groups))
     return out
