@@ -80,7 +80,7 @@ class GroupedMLP(FusedOperation):
     or gated activation, s its scales, such as the weights of the router.
 
     Saves x by token, the activation's input and the scales; the rows that Permute copies and the
-    activation's output are recomputed in backward, by the gather that made them and by the kernel
+    activation's output are recomputed in backward, by the copy that made them and by the kernel
     of the activation's gradients. For T tokens of k experts, D features outside and F inside, these
     are k T (D + F) elements less of about k T (D + 3 F). The gradient of the activation's input
     overwrites it if nothing else refers to it.
