@@ -50,6 +50,7 @@ class Permute(BasicOperation):
         OpKwargsError: in forward, if it is given keywords.
     """
 
+    kernels = ("Triton row map",)
     num_extra_inputs: int = 2
     num_extra_outputs: int = 3
     emits_groups: ClassVar[bool] = True

@@ -94,6 +94,7 @@ class TopKRouter(BasicOperation):
         OpKwargsError: another keyword is passed to forward.
     """
 
+    kernels = ("Triton router",)
     num_extra_outputs: int = 2
     read_only: ClassVar[frozenset[str]] = frozenset(
         {"num_experts", "aux_loss", "z_loss", "balance_terms", "num_extra_outputs"}

@@ -38,6 +38,7 @@ class Unpermute(BasicOperation):
         OpKwargsError: in forward, if it is given keywords.
     """
 
+    kernels = ("Triton row map",)
     num_extra_inputs: int = 1
     read_only: ClassVar[frozenset[str]] = frozenset({"weighted", "num_extra_inputs"})
 

@@ -80,7 +80,7 @@ class GroupedMLP(FusedOperation):
     or gated activation, s its scales, such as the weights of the router.
 
     Saves x by token, the activation's input and the scales; the rows that Permute copies and the
-    activation's output are recomputed in backward, by the gather that made them and by the kernel
+    activation's output are recomputed in backward, by the copy that made them and by the kernel
     of the activation's gradients. For T tokens of k experts, D features outside and F inside, these
     are k T (D + F) elements less of about k T (D + 3 F). The gradient of the activation's input
     overwrites it if nothing else refers to it.
@@ -189,13 +189,19 @@ class GroupedMLP(FusedOperation):
                 over_input=only_reference(act.saved_tensors),
             )
             dx, extras[-2][0] = grads.dx, grads.dscales
+            del dh  # it is as large as the gradient of a weight
             h = (None if grads.y is None else cast(grads.y, of_y.dy.dtype),)
         own = self.linear2.parameter_grads(PLAIN, second, of_y, h)
         parameters[-1], extras[-1][1:] = own[0], [own[1]] if self.linear2.scale_bias else []
-        del dh, grads, h, of_y
+        del grads, h, of_y
 
+        of_tokens: BackwardResult | None = None
         if dx is not None:
             drows, of_x = self.linear1.input_grad(PLAIN, first, dx)
+            if not self.linear1.scale_bias:  # all that Permute's gradients are made of is there
+                given = basic_op_grad_extra_outputs[0]
+                of_tokens = self._of_tokens(basic_op_ctxs[0], drows, grad_output, extras, given)
+                drows = drows if of_tokens is None else None  # before rows are recomputed
             saved: Sequence[Tensor | None] = first.saved_tensors[2:]
             if self.permute is not None and self.linear1.wants_weights(first):
                 row_map, x = basic_op_ctxs[0].saved_tensors
@@ -203,18 +209,41 @@ class GroupedMLP(FusedOperation):
             own = self.linear1.parameter_grads(PLAIN, first, of_x, saved)
             parameters[-3], extras[-3][1:] = own[0], [own[1]] if self.linear1.scale_bias else []
             dx = drows
-        if self.permute is None or not _owes(basic_op_ctxs[0]):
+        if of_tokens is None:
+            given = basic_op_grad_extra_outputs[0]
+            of_tokens = self._of_tokens(basic_op_ctxs[0], dx, grad_output, extras, given)
+        if of_tokens is None:
             return dx if self.permute is None else None, parameters, extras
+        return of_tokens[0], parameters, [*of_tokens[2], *extras[1:]]
+
+    def _of_tokens(
+        self,
+        ctx: OperationContext,
+        drows: Tensor | None,
+        grad_output: Tensor,
+        extras: ExtraTensors,
+        given: Sequence[Tensor | None],
+    ) -> BackwardResult | None:
+        """The backward of Permute, if there is one that owes gradients.
+
+        Args:
+            ctx: of Permute.
+            drows: gradient of the rows, if it is needed.
+            grad_output: of the experts, which stands in for it if it is not.
+            extras: gradients of extra inputs, of which some are outputs of Permute.
+            given: gradients of Permute's extra outputs from elsewhere.
+        """
+        if self.permute is None or not _owes(ctx):
+            return None
         of_outputs: list[Tensor | None] = [None] * self.permute.num_extra_outputs
-        of_outputs[: len(basic_op_grad_extra_outputs[0])] = basic_op_grad_extra_outputs[0]
-        for at, slot, source in basic_op_ctxs[0].inner:
+        of_outputs[: len(given)] = given
+        for at, slot, source in ctx.inner:
             of_outputs[source] = _sum(of_outputs[source], extras[at][slot])
-        dx, _, of_inputs = self.permute.fuser_backward(
-            basic_op_ctxs[:1],
-            grad_output if dx is None else dx,
+        return self.permute.fuser_backward(
+            [ctx],
+            grad_output if drows is None else drows,
             basic_op_grad_extra_outputs=[of_outputs],
         )
-        return dx, parameters, [*of_inputs, *extras[1:]]
 
 
 def _filled(

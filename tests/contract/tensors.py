@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from opfuser.testing.compare import error_of, magnitude, precision
 
@@ -119,6 +121,32 @@ def _evaluate(
 
 
 _GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"}
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the memory that was allocated inside and is still there.
+
+    Attributes:
+        peak: the most bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs))
+        given = {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor)}
+        for t in tree_leaves(made):
+            if isinstance(t, Tensor) and (storage := t.untyped_storage())._cdata not in given:
+                self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._sizes = {at: kept for at, kept in self._sizes.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._sizes.values()))
+        return made
 
 
 class Gemms(TorchDispatchMode):

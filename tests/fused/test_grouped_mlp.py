@@ -27,7 +27,7 @@ from opfuser import (
 from opfuser.fused import GroupedMLP
 from opfuser.recipe import Float8CurrentScaling
 from opfuser.testing import assert_fused, assert_not_fused, check_fusion
-from tests.contract.tensors import Gemms
+from tests.contract.tensors import Gemms, Live
 from tests.fused.examples import (
     BF16,
     DTYPES,
@@ -50,15 +50,17 @@ def on_channels(
     *,
     inner: int = 2 * F,
     scale_bias: bool = False,
+    sizes: tuple[int, int, int] = (E, D, F),
     **how: Any,
 ) -> list[Any]:
     """Permute, the experts and Unpermute; extra inputs are indices and weights."""
     activation = activation or ScaledSwiGLU()
+    experts, outside, inside = sizes
     ops: list[Any] = [
-        Permute(E),
-        GroupedLinear(E, D, inner, **how),
+        Permute(experts),
+        GroupedLinear(experts, outside, inner, **how),
         activation,
-        GroupedLinear(E, F, D, scale_bias=scale_bias, **how),
+        GroupedLinear(experts, inside, outside, scale_bias=scale_bias, **how),
         Unpermute(),
     ]
     for n, name in enumerate(("row map", "sizes", "weights")):
@@ -168,6 +170,24 @@ def test_saves_tokens_and_the_input_of_the_activation_alone() -> None:
     with only():
         apart = elements(saved_by(seq, x, indices, weights))
     assert apart == fused - x.numel() + 11 * K * (D + F)
+
+
+def test_backward_holds_no_more_than_it_must() -> None:
+    """At its peak, when the last product runs: gradients of weights and tokens, rows and their own.
+
+    The gradient of the activation's input has that input's memory.
+    """
+    experts, number, k, size, inner = 64, 512, 4, 192, 24
+    how: dict[str, Any] = {"inner": 2 * inner, "bias": False, "single_grouped_weight": True}
+    seq = Sequential(*on_channels(sizes=(experts, size, inner), **how))
+    indices, weights = torch.rand(number, experts).topk(k).indices, torch.rand(number, k)
+    x, dy = torch.randn(number, size), torch.randn(number, size)
+    with only(NAME):
+        y = seq(x.requires_grad_(), indices, weights.requires_grad_())
+        with Live() as live:
+            y.backward(dy)
+    of_weights, of_rows = sum(p.numel() for p in seq.parameters()), number * k * size
+    assert live.peak <= 1.02 * 4 * (of_weights + 2 * of_rows + x.numel())
 
 
 def test_no_product_runs_twice_and_none_that_nobody_needs() -> None:

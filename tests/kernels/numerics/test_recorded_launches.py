@@ -117,3 +117,27 @@ def test_steps_are_those_of_the_program(recipe: Recipe | None) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert "stream" in model.last_plan.recorded
     assert "stream" not in other.last_plan.recorded
+
+
+def test_experts_are_chosen_and_checked_at_every_call() -> None:
+    router = opfuser.Sequential(opfuser.TopKRouter(8, 2, norm_topk_prob=True, aux_loss=True))
+    permute = opfuser.Sequential(opfuser.Permute(8))
+
+    def once() -> list[Tensor]:
+        logits, x = torch.randn(20, 8, requires_grad=True), torch.randn(20, 16, requires_grad=True)
+        weights, indices, _, aux = router(logits)
+        rows, _, _, row_weights = permute(x, indices, weights)
+        total = (rows * row_weights.unsqueeze(-1)).square().sum() + aux
+        return [rows, row_weights, *torch.autograd.grad(total, (logits, x))]
+
+    for n in range(4):
+        torch.manual_seed(n)
+        ours = once()
+        torch.manual_seed(n)
+        with unrecorded():
+            theirs = once()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert all("launch" in str(seq.last_plan.recorded) for seq in (router, permute))
+    x, weights = torch.randn(20, 16, requires_grad=True), torch.rand(20, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^The experts' indices must be from 0 to 7"):
+        permute(x, torch.full((20, 2), 8), weights)
