@@ -55,7 +55,8 @@ def check_agreement(model: Sequential, group: dist.ProcessGroup) -> None:
     for rank, other in enumerate(found):
         if other == found[0]:
             continue
-        first = next(iter({*found[0]} ^ {*other}), ("the order of parameters",))
+        differing = {*found[0]} ^ {*other}
+        first = next((one for one in found[0] + other if one in differing), ("their order",))
         raise ArgumentError(
             explain(
                 "All ranks must have the same model",

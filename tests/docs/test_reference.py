@@ -29,6 +29,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "BasicLinear": lambda: opfuser.BasicLinear(8, 6),
     "Bias": lambda: opfuser.Bias(8),
     "ConstantScale": lambda: opfuser.ConstantScale(0.7),
+    "Dispatch": lambda: opfuser.Dispatch(3),
     "DotProductAttention": lambda: opfuser.DotProductAttention(2),
     "Dropout": lambda: opfuser.Dropout(0.1),
     "Embedding": lambda: opfuser.Embedding(9, 4),
