@@ -36,10 +36,10 @@ class Dispatch(Collective):
 
     Shapes: x ``(R, D)``, the rows of this rank sorted by expert as :class:`Permute` returns them; y
     ``(S, D)``. Extra inputs: the rows of each of all experts ``(E,)``, integers, and with
-    ``weighted`` the weights of rows ``(R,)``. Extra outputs: the order of received rows ``(S,)`` and
-    the rows exchanged with each rank ``(2, n)``, which :class:`Combine` reads, the second on the
-    CPU; the rows of each expert of this rank, ``(E / n,)``, which :class:`GroupedLinear` reads, all
-    int64; and with ``weighted`` the weights ``(S,)``, with a gradient. Dtypes are kept.
+    ``weighted`` the weights of rows ``(R,)``. Extra outputs: the order of received rows ``(S,)``
+    and the rows exchanged with each rank ``(2, n)``, which :class:`Combine` reads, the second on
+    the CPU; the rows of each expert of this rank, ``(E / n,)``, which :class:`GroupedLinear` reads,
+    all int64; and with ``weighted`` the weights ``(S,)``, with a gradient. Dtypes are kept.
 
     Each rank sends any number of rows, none too, to any other, and none is dropped. What a call has
     besides goes with the sizes of the rows, which all ranks exchange first: where ranks disagree,

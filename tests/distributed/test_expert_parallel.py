@@ -22,6 +22,7 @@ from opfuser import (
     PrivateChannel,
     ScaledSwiGLU,
     Sequential,
+    TopKRouter,
     Unpermute,
 )
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
@@ -212,6 +213,17 @@ def _all(out: Any) -> tuple[Tensor, ...]:
 
 def _floats(out: Any) -> list[Tensor]:
     return [t for t in _all(out) if t.is_floating_point()]
+
+
+@check
+def the_correction_follows_the_tokens_of_all_ranks(rank: int, ranks: int) -> None:
+    router = TopKRouter(4, 1, score_correction_bias=True)
+    tokens = torch.tensor([5, 0, 3, 0]) if rank else torch.tensor([0, 3 * ranks, ranks, 0])
+    router.update_score_correction_bias(tokens, 0.5)
+    total = 5 * (ranks - 1), 3 * ranks, 3 * (ranks - 1) + ranks, 0
+    wanted = [0.5 * (sum(total) > 4 * n) - 0.5 * (sum(total) < 4 * n) for n in total]
+    assert router.score_correction_bias is not None
+    assert router.score_correction_bias.tolist() == wanted
 
 
 def impatient() -> dist.ProcessGroup:
