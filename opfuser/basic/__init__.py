@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LA
     from .combine import Combine
     from .dispatch import Dispatch
     from .dot_product_attention import DotProductAttention
+    from .jitter import Jitter
     from .l2_normalization import L2Normalization
     from .load_balancing_loss import LoadBalancingLoss
     from .position_embedding import PositionEmbedding
@@ -60,6 +61,7 @@ __all__ = [
     "Embedding",
     "GroupedLinear",
     "Identity",
+    "Jitter",
     "L2Normalization",
     "LayerNorm",
     "LoRALinear",
@@ -89,6 +91,7 @@ _LATER = {
     "Combine": "combine",
     "Dispatch": "dispatch",
     "DotProductAttention": "dot_product_attention",
+    "Jitter": "jitter",
     "L2Normalization": "l2_normalization",
     "LoadBalancingLoss": "load_balancing_loss",
     "PositionEmbedding": "position_embedding",

@@ -23,8 +23,9 @@ class Combine(Collective):
     Shapes: x ``(S, D)``, rows as :class:`Dispatch` has sorted them, with any features; y ``(R, D)``
     in the order of that operation's input, which :class:`Unpermute` adds by token. Extra inputs:
     the order of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``, the first
-    two extra outputs of :class:`Dispatch`. The dtype is kept. Backward sends the gradients to the experts. Both passes
-    only copy. In a group of one rank, or where torch.distributed is not initialised, the identity.
+    two extra outputs of :class:`Dispatch`. The dtype is kept. Backward sends the gradients to the
+    experts. Both passes only copy. In a group of one rank, or where torch.distributed is not
+    initialised, the identity.
 
     Args:
         process_group: that of :class:`Dispatch`; None is all ranks.

@@ -13,6 +13,7 @@ from torch import nn
 from opfuser import (
     AddExtraInput,
     GroupedLinear,
+    Jitter,
     Linear,
     MakeExtraOutput,
     Permute,
@@ -50,6 +51,8 @@ class MoEConfig:
         score_correction_bias: whether a buffer corrects the scores by which experts are chosen.
         num_groups: groups of experts, of which ``top_k_groups`` are a token's.
         top_k_groups: groups that a token's experts may be of.
+        input_jitter_eps: of the noise of the router's input in training, as :class:`opfuser.Jitter`
+            makes it; 0 is none. The experts' input has none.
         aux_loss: whether the load-balancing loss is an extra output.
         z_loss: whether the router's z-loss is an extra output.
         balance_terms: whether the terms of the load-balancing loss are an extra output.
@@ -80,6 +83,7 @@ class MoEConfig:
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
+    input_jitter_eps: float = 0.0
     aux_loss: bool = False
     z_loss: bool = False
     balance_terms: bool = False
@@ -148,6 +152,7 @@ def experts(config: MoEConfig) -> Sequential:
     router.set_extra_output_channel(1, counts, output_to_caller=config.tokens_per_expert)
     parts: dict[str, nn.Module] = {
         "tokens": _wired(MakeExtraOutput(), outputs=[tokens]),
+        **({"jitter": Jitter(config.input_jitter_eps)} if config.input_jitter_eps else {}),
         "router": _linear(config, config.dim, config.num_experts, high_precision=True),
         "top_k": _wired(router, outputs=[indices]),
         "to_tokens": _wired(SwapExtra(), [tokens], [scores]),

@@ -186,6 +186,10 @@ DOMAINS: dict[str, list[Bad]] = {
         bad("p must be between 0 and 1", -0.1, 1.5, NAN),
         bad("p must be a real Python number", torch.tensor(0.5), "a", error=ArgumentTypeError),
     ],
+    "jitter_eps": [
+        bad("eps must be between 0 and 1", -0.1, 1.5, NAN),
+        bad("eps must be a real Python number", torch.tensor(0.5), "a", error=ArgumentTypeError),
+    ],
     "padding_idx": [bad("padding_idx must be a row of the table", 7, -8)],
     "approximate": [bad("approximate must be 'tanh' or 'none'", "erf")],
     "Softplus.beta": [bad("beta must not be zero", 0, 0.0)],
@@ -330,6 +334,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "Identity": NOTHING,
+    "Jitter": Case({"eps": 0.5}, rows(), {"jitter_eps": Change(0.9, argument="eps")}),
     "L2Normalization": Case({}, rows(), EPS),
     "LayerNorm": Case({"normalized_shape": 8}, rows(), NORM),
     "LoRALinear": Case(

@@ -169,6 +169,7 @@ SAVED: dict[str, list[str | int]] = {
     "GroupedLinear": ["input 1"],
     "L2Normalization": [12],
     "LayerNorm": [12, 12],
+    "Jitter": [96],
     "LoadBalancingLoss": [32],
     "Permute": [80],
     "QKNorm": [120],
@@ -182,7 +183,8 @@ SAVED: dict[str, list[str | int]] = {
     "Unpermute": ["input 1"],
 }
 NOTHING = ANY_DTYPE - {"Dropout"} | {
-    "AddEmbedding", "Bias", "Permute", "PositionEmbedding", "RotaryEmbedding", "Unpermute",
+    "AddEmbedding", "Bias", "Jitter", "Permute", "PositionEmbedding", "RotaryEmbedding",
+    "Unpermute",
 }  # fmt: skip
 
 

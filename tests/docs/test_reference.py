@@ -34,6 +34,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "Dropout": lambda: opfuser.Dropout(0.1),
     "Embedding": lambda: opfuser.Embedding(9, 4),
     "GroupedLinear": lambda: opfuser.GroupedLinear(2, 8, 6),
+    "Jitter": lambda: opfuser.Jitter(0.1),
     "LayerNorm": lambda: opfuser.LayerNorm(8),
     "LoRALinear": lambda: opfuser.LoRALinear(8, 6, [opfuser.LoRAAdapter(rank=2, scale=0.7)]),
     "LoadBalancingLoss": lambda: opfuser.LoadBalancingLoss(1, 0.1),
