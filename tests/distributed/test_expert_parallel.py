@@ -37,6 +37,7 @@ CHECKS: dict[str, Check] = {}
 MOE = MoEConfig(D, F, E, K, dtype=torch.float64, init_std=0.5)
 MIXTURES = {
     "softmax": MOE,
+    "capacity": replace(MOE, capacity_factor=0.8),
     "losses": replace(MOE, aux_loss=True, z_loss=True, tokens_per_expert=True),
     "DeepSeek-V3": replace(
         MOE,
@@ -323,7 +324,7 @@ CHANGES = [
     (_adding, "adds gradients to the parameter itself"),
     (_between, "Identity between Permute and Unpermute"),
     (_public, "whose extra outputs are the caller's"),
-    (_twice, "other than one Permute and one Unpermute"),
+    (_twice, "with Permute, Unpermute, Unpermute"),
 ]
 
 

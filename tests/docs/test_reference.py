@@ -31,6 +31,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "ConstantScale": lambda: opfuser.ConstantScale(0.7),
     "Dispatch": lambda: opfuser.Dispatch(3),
     "DotProductAttention": lambda: opfuser.DotProductAttention(2),
+    "DropTokens": lambda: opfuser.DropTokens(3, 1.0),
     "Dropout": lambda: opfuser.Dropout(0.1),
     "Embedding": lambda: opfuser.Embedding(9, 4),
     "GroupedLinear": lambda: opfuser.GroupedLinear(2, 8, 6),
