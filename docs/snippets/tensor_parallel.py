@@ -37,6 +37,24 @@ model = shard_layers(model, mesh=mesh["dp"])
 model(tokens, targets).backward()
 assert all(p.grad.device_mesh.ndim == 2 for p in model.parameters())
 
+# --8<-- [start:experts]
+from dataclasses import replace
+
+from opfuser.models import MoEConfig
+
+everyone = init_device_mesh(device, (dist.get_world_size(),))
+mesh = init_device_mesh(
+    device, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("dp", "ep")
+)
+moe = MoEConfig(dim=64, ffn_dim=32, num_experts=8, top_k=2)
+model = parallelize(decoder_lm(replace(config, moe=moe)), expert_parallel=mesh["ep"])
+model = shard_layers(model, mesh=everyone, expert_mesh=mesh["dp"])
+# --8<-- [end:experts]
+model(tokens, targets).backward()
+assert all(p.grad is not None for p in model.parameters())
+assert model.layers[0].mlp[2].down.weight.device_mesh.ndim == 2
+mesh = init_device_mesh(device, (1, 1), mesh_dim_names=("dp", "tp"))
+
 # --8<-- [start:operations]
 from opfuser import CrossEntropy, Embedding, Linear, Sequential
 

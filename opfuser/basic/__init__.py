@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LA
     from .combine import Combine
     from .dispatch import Dispatch
     from .dot_product_attention import DotProductAttention
+    from .drop_tokens import DropTokens, RestoreTokens
+    from .jitter import Jitter
     from .l2_normalization import L2Normalization
     from .load_balancing_loss import LoadBalancingLoss
     from .position_embedding import PositionEmbedding
@@ -56,10 +58,12 @@ __all__ = [
     "CrossEntropy",
     "Dispatch",
     "DotProductAttention",
+    "DropTokens",
     "Dropout",
     "Embedding",
     "GroupedLinear",
     "Identity",
+    "Jitter",
     "L2Normalization",
     "LayerNorm",
     "LoRALinear",
@@ -73,6 +77,7 @@ __all__ = [
     "RMSNorm",
     "ReduceScatter",
     "Reshape",
+    "RestoreTokens",
     "RotaryEmbedding",
     "SwapExtra",
     "TopKRouter",
@@ -89,11 +94,14 @@ _LATER = {
     "Combine": "combine",
     "Dispatch": "dispatch",
     "DotProductAttention": "dot_product_attention",
+    "DropTokens": "drop_tokens",
+    "Jitter": "jitter",
     "L2Normalization": "l2_normalization",
     "LoadBalancingLoss": "load_balancing_loss",
     "PositionEmbedding": "position_embedding",
     "Quantize": "quantize",
     "Reshape": "reshape",
+    "RestoreTokens": "drop_tokens",
     "SwapExtra": "swap_extra",
     "TopKRouter": "top_k_router",
     "Unpermute": "unpermute",

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
-from ..kernels.row_map_plain import inverse
 from ..recording import unwatched
 from ._distributed import gather_into
 
@@ -27,11 +26,11 @@ class Route(NamedTuple):
     """Who sends which rows to whom.
 
     Attributes:
-        row_map: (S,), for each row in the order of arrival its place among those sorted by expert.
+        row_order: (S,), for each row, sorted by expert, its place in the order of arrival.
         rank_sizes: (2, n), on the CPU: the rows sent to each rank, and those received from each.
     """
 
-    row_map: Tensor
+    row_order: Tensor
     rank_sizes: Tensor
 
 
@@ -117,8 +116,7 @@ def route_of(
         .repeat(ranks)
         .repeat_interleave(counts.reshape(-1), output_size=int(rank_sizes[1].sum()))
     )
-    # The inverse of a permutation has the first as its inverse.
-    return Route(inverse(expert_of.argsort(stable=True)), rank_sizes), counts.sum(0)
+    return Route(expert_of.argsort(stable=True), rank_sizes), counts.sum(0)
 
 
 def _check_alike(what: str, told: Sequence[str]) -> None:
@@ -135,13 +133,14 @@ def _check_alike(what: str, told: Sequence[str]) -> None:
 def send(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
     """From this rank's rows (R, ...) those of its experts (S, ...), sorted by expert."""
     sent, received = route.rank_sizes.tolist()
-    return _exchanged(x, sent, received, group).index_select(0, inverse(route.row_map))
+    return _exchanged(x, sent, received, group).index_select(0, route.row_order)
 
 
 def send_back(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
     """The inverse of :func:`send`: each rank gets what became of its rows."""
     sent, received = route.rank_sizes.tolist()
-    return _exchanged(x.index_select(0, route.row_map), received, sent, group)
+    arrived = torch.empty_like(x).index_copy_(0, route.row_order, x)  # each row once: in any order
+    return _exchanged(arrived, received, sent, group)
 
 
 def _exchanged(

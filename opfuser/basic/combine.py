@@ -22,9 +22,10 @@ class Combine(Collective):
 
     Shapes: x ``(S, D)``, rows as :class:`Dispatch` has sorted them, with any features; y ``(R, D)``
     in the order of that operation's input, which :class:`Unpermute` adds by token. Extra inputs:
-    the map of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``, the first
-    two extra outputs of :class:`Dispatch`. Backward sends the gradients to the experts. Both passes
-    only copy. In a group of one rank, or where torch.distributed is not initialised, the identity.
+    the order of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``, the first
+    two extra outputs of :class:`Dispatch`. The dtype is kept. Backward sends the gradients to the
+    experts. Both passes only copy. In a group of one rank, or where torch.distributed is not
+    initialised, the identity.
 
     Args:
         process_group: that of :class:`Dispatch`; None is all ranks.
@@ -38,7 +39,7 @@ class Combine(Collective):
     num_extra_inputs: int = 2
 
     class Saved(NamedTuple):
-        row_map: Tensor | None
+        row_order: Tensor | None
         rank_sizes: Tensor | None
 
     def fuser_forward(
@@ -47,17 +48,19 @@ class Combine(Collective):
         if given["basic_op_kwargs"][0]:
             self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, group = basic_op_ctxs[0], self.process_group
-        row_map, rank_sizes = given["basic_op_extra_inputs"][0]
-        assert row_map is not None
+        row_order, rank_sizes = given["basic_op_extra_inputs"][0]
+        assert row_order is not None
         assert rank_sizes is not None
-        _check(input_, row_map, rank_sizes, group_size(group))
+        _check(input_, row_order, rank_sizes, group_size(group))
         alone = group_size(group) == 1
         if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(*((None, None) if alone else (row_map, rank_sizes))))
+            ctx.save_for_backward(
+                *self.Saved(*((None, None) if alone else (row_order, rank_sizes)))
+            )
         if alone:
             return input_, [()]
         refuse_tracing("Combine")
-        return send_back(input_, Route(row_map, rank_sizes), group), [()]
+        return send_back(input_, Route(row_order, rank_sizes), group), [()]
 
     def fuser_backward(
         self,
@@ -78,19 +81,19 @@ class Combine(Collective):
         return input_.clone()
 
 
-def _check(x: Tensor, row_map: Tensor, rank_sizes: Tensor, ranks: int) -> None:
+def _check(x: Tensor, row_order: Tensor, rank_sizes: Tensor, ranks: int) -> None:
     if (
         x.dim() != 2
-        or row_map.shape != x.shape[:1]
+        or row_order.shape != x.shape[:1]
         or rank_sizes.shape != (2, ranks)
-        or {row_map.dtype, rank_sizes.dtype} != {torch.int64}
+        or {row_order.dtype, rank_sizes.dtype} != {torch.int64}
     ):
         raise InputError(
             explain(
-                "Rows (S, D) must come with the two maps that Dispatch returns, (S,) and "
+                "Rows (S, D) must come with the two tensors that Dispatch returns, (S,) and "
                 f"(2, {ranks}), of int64",
                 where="Combine",
-                received=f"input {tuple(x.shape)}, {tuple(row_map.shape)} of {row_map.dtype}, "
+                received=f"input {tuple(x.shape)}, {tuple(row_order.shape)} of {row_order.dtype}, "
                 f"{tuple(rank_sizes.shape)} of {rank_sizes.dtype}",
             )
         )

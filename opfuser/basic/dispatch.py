@@ -36,10 +36,10 @@ class Dispatch(Collective):
 
     Shapes: x ``(R, D)``, the rows of this rank sorted by expert as :class:`Permute` returns them; y
     ``(S, D)``. Extra inputs: the rows of each of all experts ``(E,)``, integers, and with
-    ``weighted`` the weights of rows ``(R,)``. Extra outputs: the map of received rows ``(S,)`` and
-    the rows exchanged with each rank ``(2, n)``, which :class:`Combine` reads, the second on the
-    CPU; the rows of each expert of this rank, ``(E / n,)``, which :class:`GroupedLinear` reads, all
-    int64; and with ``weighted`` the weights ``(S,)``, with a gradient. Dtypes are kept.
+    ``weighted`` the weights of rows ``(R,)``. Extra outputs: the order of received rows ``(S,)``
+    and the rows exchanged with each rank ``(2, n)``, which :class:`Combine` reads, the second on
+    the CPU; the rows of each expert of this rank, ``(E / n,)``, which :class:`GroupedLinear` reads,
+    all int64; and with ``weighted`` the weights ``(S,)``, with a gradient. Dtypes are kept.
 
     Each rank sends any number of rows, none too, to any other, and none is dropped. What a call has
     besides goes with the sizes of the rows, which all ranks exchange first: where ranks disagree,
@@ -69,7 +69,7 @@ class Dispatch(Collective):
     )
 
     class Saved(NamedTuple):
-        row_map: Tensor | None
+        row_order: Tensor | None
         rank_sizes: Tensor | None
 
     def __init__(
@@ -176,6 +176,6 @@ class Dispatch(Collective):
 
 def _on_one_rank(x: Tensor, split_sizes: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
     """The extra outputs where nothing moves."""
-    row_map = torch.arange(x.shape[0], device=x.device)
-    out = row_map, torch.full((2, 1), x.shape[0]), split_sizes.long()
+    row_order = torch.arange(x.shape[0], device=x.device)
+    out = row_order, torch.full((2, 1), x.shape[0]), split_sizes.long()
     return out if weights is None else (*out, weights)

@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -29,6 +30,7 @@ from ..kernels.router import (
 )
 from ..kernels.router_plain import choice, scores_of, widened
 from ..op import BasicOperation, Dtypes
+from ._distributed import all_reduce, group_size
 
 __all__ = ["TopKRouter"]
 
@@ -79,7 +81,7 @@ class TopKRouter(BasicOperation):
         scaling_factor: γ.
         score_correction_bias: whether there is a buffer ``score_correction_bias`` (E,), of fp32,
             zero at first. No gradient reaches it: who trains updates it from the tokens of each
-            expert.
+            expert, by :meth:`update_score_correction_bias`.
         num_groups: groups of experts.
         top_k_groups: groups that a token's experts may be of.
         aux_loss: whether to return the load-balancing loss.
@@ -172,6 +174,55 @@ class TopKRouter(BasicOperation):
         """Sets the correction of the scores, where there is one, to zero."""
         if self.score_correction_bias is not None:
             torch.nn.init.zeros_(self.score_correction_bias)
+
+    @torch.no_grad()
+    def update_score_correction_bias(
+        self,
+        tokens: Tensor,
+        rate: float = 0.001,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Adds ``rate · sign(mean(tokens) - tokens)`` to the correction of the scores.
+
+        Experts with fewer tokens than others are chosen more often from then on: they are balanced
+        without a loss. Call it once per step of the optimiser, on every rank. Nothing waits for the
+        device.
+
+        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
+        2024, algorithm 1.
+
+        Args:
+            tokens: of each expert in that step, (E,), summed over its micro-batches: what is
+                returned as an extra output.
+            rate: by which a correction moves.
+            process_group: ranks whose tokens are added up; None is all.
+
+        Raises:
+            ArgumentError: there is no correction, or the rate is not finite.
+            InputError: the tokens are not (E,) integers.
+        """
+        bias = self.score_correction_bias
+        if bias is None or not math.isfinite(rate):
+            raise ArgumentError(
+                explain(
+                    "A correction of the scores moves by a finite rate",
+                    where="TopKRouter",
+                    received=f"rate={rate}, score_correction_bias={bias is not None}",
+                    remedy="Construct the router with score_correction_bias=True",
+                )
+            )
+        if tokens.shape != bias.shape or tokens.dtype not in (torch.int32, torch.int64):
+            raise InputError(
+                explain(
+                    f"The tokens of each expert must be ({self.num_experts},) integers",
+                    where="TopKRouter",
+                    received=f"{tuple(tokens.shape)} of {tokens.dtype}",
+                )
+            )
+        if group_size(process_group) > 1:
+            tokens = all_reduce(tokens, process_group)
+        # In integers: the mean of many tokens is no number of fp32.
+        bias.add_((tokens.sum() - tokens * self.num_experts).sign(), alpha=rate)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return torch.promote_types(dtypes.input, torch.float32)

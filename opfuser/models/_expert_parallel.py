@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
@@ -13,11 +14,13 @@ from opfuser import (
     AddExtraInput,
     Combine,
     Dispatch,
+    DropTokens,
     GroupedLinear,
     Linear,
     MakeExtraOutput,
     Permute,
     PrivateChannel,
+    RestoreTokens,
     Sequential,
     SwapExtra,
     TopKRouter,
@@ -38,6 +41,7 @@ _SCALED = tuple(getattr(scaled_activation, name) for name in scaled_activation._
 _ACTIVATIONS = tuple(
     getattr(module, name) for module in (activation, gated_activation) for name in module.__all__
 )
+_ENDS = RestoreTokens, Unpermute
 _ROW_WISE = (*_ACTIVATIONS, *_SCALED, AddExtraInput, MakeExtraOutput, SwapExtra)
 _REMEDY = "Use the experts of opfuser.models, or Dispatch and Combine by hand"
 
@@ -55,7 +59,8 @@ def check_agreement(model: Sequential, group: dist.ProcessGroup) -> None:
     for rank, other in enumerate(found):
         if other == found[0]:
             continue
-        first = next(iter({*found[0]} ^ {*other}), ("the order of parameters",))
+        differing = {*found[0]} ^ {*other}
+        first = next((one for one in found[0] + other if one in differing), ("their order",))
         raise ArgumentError(
             explain(
                 "All ranks must have the same model",
@@ -65,9 +70,7 @@ def check_agreement(model: Sequential, group: dist.ProcessGroup) -> None:
         )
 
 
-def distribute_experts(
-    block: Sequential, over: Over, how: LocalPart
-) -> Iterator[Callable[[], Any]]:
+def distribute_experts(block: Sequential, over: Over, how: LocalPart) -> Iterator[Change]:
     """What is to be done with the experts of a Sequential; raises for what it cannot be done with.
 
     Args:
@@ -75,22 +78,22 @@ def distribute_experts(
         over: the ranks that share the experts.
         how: gradients of their parameters are computed.
     """
-    ops = list(block._modules.values())
-    found = [n for n, op in enumerate(ops) if type(op) in (Permute, Unpermute)]
-    if [type(ops[n]) for n in found] != [Permute, Unpermute]:
-        refuse(block, "with other than one Permute and one Unpermute", _REMEDY)
-    first, last = found
-    for name, op in list(block._modules.items())[first + 1 : last]:
+    items = list(block._modules.items())
+    places = {type(op): n for n, (_, op) in enumerate(items)}
+    kinds = [type(op) for _, op in items if type(op) in (Permute, DropTokens, *_ENDS)]
+    if kinds not in ([Permute, Unpermute], [Permute, DropTokens, RestoreTokens, Unpermute]):
+        refuse(block, f"with {', '.join(kind.__name__ for kind in kinds)}", _REMEDY)
+    first, last = (places[kinds[len(kinds) // 2 - n]] for n in (1, 0))  # the two in the middle
+    for name, op in items[first + 1 : last]:
         if type(op) is GroupedLinear:
             _check_grouped(op, over)
             yield partial(_divide_groups, block, name, op, over, how)
         elif not isinstance(op, _SCALED):
             assert op is not None
             refuse(op, "between Permute and Unpermute", _REMEDY)
-    permute = ops[first]
-    assert isinstance(permute, Permute)
-    if None in permute._extra_output_channels or any(permute._extra_output_to_caller):
-        refuse(permute, "whose extra outputs are the caller's", _REMEDY)
+    source = cast("Permute | DropTokens", items[first][1])
+    if None in source._extra_output_channels or any(source._extra_output_to_caller):
+        refuse(source, "whose extra outputs are the caller's", _REMEDY)
     yield partial(_insert_exchange, block, first, last, over)
 
 
@@ -157,26 +160,27 @@ def _divide_groups(
 
 
 def _insert_exchange(block: Sequential, first: int, last: int, over: Over) -> None:
-    """Inserts Dispatch, whose outputs have the names that those of Permute had, and Combine."""
+    """Inserts Dispatch, whose outputs have the names that those of its source had, and Combine."""
     items = list(block._modules.items())
-    name, old = items[first]
-    assert isinstance(old, Permute)
-    permute = Permute(old.num_experts, weighted=old.weighted).train(old.training)
-    dispatch = Dispatch(old.num_experts, over.group, weighted=old.weighted).train(old.training)
-    combine = Combine(over.group).train(old.training)
-    row_map, *given = old._extra_output_channels
+    name = items[first][0]
+    source = copy.deepcopy(cast("Permute | DropTokens", items[first][1]))  # to be connected anew
+    dispatch = Dispatch(source.num_experts, over.group, weighted=source.weighted)
+    combine = Combine(over.group)
+    for op in (dispatch, combine):
+        op.train(source.training)
+    own, *given = source._extra_output_channels
     sent = [PrivateChannel(f"sent_{what}") for what in ("sizes", "weights")[: len(given)]]
     route = [PrivateChannel("received"), PrivateChannel("exchanged")]
-    _bind(permute, old._extra_input_channels, [row_map, *sent])
+    _bind(source, outputs=[own, *sent])
     _bind(dispatch, sent, [*route, *given])
     _bind(combine, route)
     items[last:last] = [("combine", combine)]
-    items[first : first + 1] = [(name, permute), ("dispatch", dispatch)]
+    items[first : first + 1] = [(name, source), ("dispatch", dispatch)]
     block._rearrange(items)
 
 
 def _bind(
-    op: BasicOperation, inputs: Sequence[str | None], outputs: Sequence[str | None] = ()
+    op: BasicOperation, inputs: Sequence[str | None] = (), outputs: Sequence[str | None] = ()
 ) -> None:
     """Connects the extra inputs and outputs, in order."""
     for n, channel in enumerate(inputs):

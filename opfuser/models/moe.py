@@ -12,12 +12,15 @@ from torch import nn
 
 from opfuser import (
     AddExtraInput,
+    DropTokens,
     GroupedLinear,
+    Jitter,
     Linear,
     MakeExtraOutput,
     Permute,
     PrivateChannel,
     Residual,
+    RestoreTokens,
     RMSNorm,
     ScaledSwiGLU,
     Sequential,
@@ -50,6 +53,10 @@ class MoEConfig:
         score_correction_bias: whether a buffer corrects the scores by which experts are chosen.
         num_groups: groups of experts, of which ``top_k_groups`` are a token's.
         top_k_groups: groups that a token's experts may be of.
+        capacity_factor: of the experts, which drop tokens beyond it, as :class:`opfuser.DropTokens`
+            does; None: no token is dropped.
+        input_jitter_eps: of the noise of the router's input in training, as :class:`opfuser.Jitter`
+            makes it; 0 is none. The experts' input has none.
         aux_loss: whether the load-balancing loss is an extra output.
         z_loss: whether the router's z-loss is an extra output.
         balance_terms: whether the terms of the load-balancing loss are an extra output.
@@ -80,6 +87,8 @@ class MoEConfig:
     score_correction_bias: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
+    capacity_factor: float | None = None
+    input_jitter_eps: float = 0.0
     aux_loss: bool = False
     z_loss: bool = False
     balance_terms: bool = False
@@ -140,23 +149,30 @@ def experts(config: MoEConfig) -> Sequential:
     Args:
         config: of the experts.
     """
-    names = "tokens indices counts scores row_map sizes weights routed gate"
-    tokens, indices, counts, scores, row_map, sizes, weights, routed, gate = map(
+    names = "tokens indices counts scores row_map sizes weights routed gate slots"
+    tokens, indices, counts, scores, row_map, sizes, weights, routed, gate, slots = map(
         PrivateChannel, names.split()
     )
+    drops = config.capacity_factor is not None
+    of_rows = [*map(PrivateChannel, ("all_sizes", "all_weights"))] if drops else [sizes, weights]
     router = _router(config)
     router.set_extra_output_channel(1, counts, output_to_caller=config.tokens_per_expert)
     parts: dict[str, nn.Module] = {
         "tokens": _wired(MakeExtraOutput(), outputs=[tokens]),
+        **({"jitter": Jitter(config.input_jitter_eps)} if config.input_jitter_eps else {}),
         "router": _linear(config, config.dim, config.num_experts, high_precision=True),
         "top_k": _wired(router, outputs=[indices]),
         "to_tokens": _wired(SwapExtra(), [tokens], [scores]),
-        "permute": _wired(
-            Permute(config.num_experts), [indices, scores], [row_map, sizes, weights]
-        ),
+        "permute": _wired(Permute(config.num_experts), [indices, scores], [row_map, *of_rows]),
+    }
+    if config.capacity_factor is not None:
+        drop = DropTokens(config.num_experts, config.capacity_factor)
+        parts["drop"] = _wired(drop, of_rows, [slots, sizes, weights])
+    parts |= {
         "gate_up": _wired(_grouped(config, config.dim, 2 * config.ffn_dim), [sizes]),
         "activation": _wired(ScaledSwiGLU(), [weights]),
         "down": _wired(_grouped(config, config.ffn_dim, config.dim), [sizes]),
+        **({"restore": _wired(RestoreTokens(), [slots])} if drops else {}),
         "unpermute": _wired(Unpermute(), [row_map]),
     }
     if config.shared_ffn_dim:

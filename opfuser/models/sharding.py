@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from opfuser import Sequential
+from opfuser import GroupedLinear, Sequential
 from opfuser.errors import ArgumentError, NotSupportedError, explain
 from opfuser.quantization.weights import is_fp8
 from opfuser.tied_parameters import tied_places
@@ -17,7 +21,7 @@ __all__ = ["shard_layers"]
 Model = TypeVar("Model", bound=Sequential)
 
 
-def shard_layers(model: Model, **arguments: Any) -> Model:
+def shard_layers(model: Model, *, expert_mesh: DeviceMesh | None = None, **arguments: Any) -> Model:
     """``model`` with sharded parameters: each layer is a unit, what is around them another one.
 
     Applies torch's ``fully_shard`` to each module of ``model.layers``, then to ``model``, and
@@ -27,10 +31,16 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
     lies in front of the layers and behind them, a tied head too, stays in one group each, with a
     fused head and loss.
 
+    Experts that :func:`opfuser.models.parallel.parallelize` has distributed over ranks with batches
+    of their own are units apart: those of a layer are sharded over ``expert_mesh``, and all else
+    over all ranks. Where they are distributed over all ranks they stay as they are.
+
     Args:
         model: of :func:`opfuser.models.decoder_lm`, ``text_encoder`` or ``image_encoder``, or any
             other Sequential with a Sequential of units named ``layers``. It may be on the meta
             device: ``to_empty`` and the initial values follow then, as torch describes.
+        expert_mesh: the ranks that have the same experts, another dimension of the mesh that these
+            are distributed over; None: one rank has each.
         **arguments: of ``fully_shard``, the same for all units: ``mesh``, ``mp_policy``,
             ``reshard_after_forward`` and so on. Without a mesh all processes share each parameter.
             ``mp_policy.output_dtype`` is that of the model's output: layers hand on what they
@@ -38,7 +48,8 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
 
     Raises:
         ArgumentError: there is no Sequential named ``layers`` in ``model``, or a layer has a
-            parameter that is somewhere else, too: torch would make two parameters of it.
+            parameter that is somewhere else, too: torch would make two parameters of it; or the
+            ranks of experts and those of ``expert_mesh`` do not make up those of ``mesh``.
         NotSupportedError: a weight is stored in FP8, by :func:`opfuser.quantized_model_init`.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -58,10 +69,49 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
     _refuse_ties(model, layers)
     policy: MixedPrecisionPolicy | None = arguments.get("mp_policy")
     inside = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
+    experts = _experts_of(model)
+    if experts or expert_mesh is not None:
+        _check_ranks(experts, expert_mesh, arguments.get("mesh"))
+    if expert_mesh is None and experts:
+        left = {p for op in experts for p in op.parameters()}
+        arguments["ignored_params"] = left | {*(arguments.get("ignored_params") or ())}
     for layer in layers:
+        apart = _experts_of(layer)
+        if expert_mesh is not None and apart:
+            fully_shard(cast(Any, apart), **{**arguments, **inside, "mesh": expert_mesh})
         fully_shard(layer, **{**arguments, **inside})
     fully_shard(model, **arguments)
     return model
+
+
+def _experts_of(module: nn.Module) -> list[GroupedLinear]:
+    """Those that are distributed over ranks with batches of their own."""
+    return [
+        op
+        for op in module.modules()
+        if isinstance(op, GroupedLinear)
+        and any(how.averages for how in op.__dict__.get("local_parts", {}).values())
+    ]
+
+
+def _check_ranks(
+    experts: list[GroupedLinear], expert_mesh: DeviceMesh | None, mesh: DeviceMesh | None
+) -> None:
+    """Raises ArgumentError if some ranks would have experts whose gradients are those of others."""
+    weights = [p for op in experts[:1] for p in op.parameters() if isinstance(p, DTensor)]
+    each = weights[0].device_mesh.size() if weights else 1
+    copies = 1 if expert_mesh is None else expert_mesh.size()
+    ranks = dist.get_world_size() if mesh is None else mesh.size()
+    if not weights or each * copies != ranks:
+        raise ArgumentError(
+            explain(
+                "The ranks of experts, times those of expert_mesh, are those of the mesh",
+                where="shard_layers",
+                received=f"experts over {each if weights else 'no'} ranks, expert_mesh of "
+                f"{copies}, mesh of {ranks}",
+                remedy="parallelize the experts over one dimension of a mesh, and pass the other",
+            )
+        )
 
 
 def _refuse_codes(model: Sequential) -> None:

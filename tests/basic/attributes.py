@@ -134,6 +134,7 @@ GROUPS_OF_EXPERTS = (
 HEADS_OF_ATTENTION = "num_heads must be a positive multiple of num_kv_heads"
 
 # By attribute, or by operation and attribute.
+CAPACITY = "num_experts must be positive, and capacity_factor positive and finite"
 DOMAINS: dict[str, list[Bad]] = {
     "eps": [
         bad("eps must be finite and not negative", -1.0, -1e-9, INF, NAN),
@@ -186,6 +187,11 @@ DOMAINS: dict[str, list[Bad]] = {
         bad("p must be between 0 and 1", -0.1, 1.5, NAN),
         bad("p must be a real Python number", torch.tensor(0.5), "a", error=ArgumentTypeError),
     ],
+    "jitter_eps": [
+        bad("eps must be between 0 and 1", -0.1, 1.5, NAN),
+        bad("eps must be a real Python number", torch.tensor(0.5), "a", error=ArgumentTypeError),
+    ],
+    "capacity_factor": [bad(CAPACITY, 0.0, -1.0, INF, NAN)],
     "padding_idx": [bad("padding_idx must be a row of the table", 7, -8)],
     "approximate": [bad("approximate must be 'tanh' or 'none'", "erf")],
     "Softplus.beta": [bad("beta must not be zero", 0, 0.0)],
@@ -297,6 +303,15 @@ CASES: dict[str, Case] = {
             "v_head_dim": Change(3),
         },
     ),
+    "DropTokens": Case(
+        {"num_experts": 3, "capacity_factor": 1.0},
+        lambda: [torch.randn(6, 8), torch.tensor([4, 0, 2]), torch.rand(6)],
+        {
+            "num_experts": ReadOnly(4),
+            "capacity_factor": Change(1.5),
+            "weighted": ReadOnly(False),
+        },
+    ),
     "Dropout": Case({"p": 0.5}, rows(), {"dropout_probability": Change(0.9, argument="p")}),
     "Embedding": Case(
         {"num_embeddings": 7, "embedding_dim": 4},
@@ -330,6 +345,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "Identity": NOTHING,
+    "Jitter": Case({"eps": 0.5}, rows(), {"jitter_eps": Change(0.9, argument="eps")}),
     "L2Normalization": Case({}, rows(), EPS),
     "LayerNorm": Case({"normalized_shape": 8}, rows(), NORM),
     "LoRALinear": Case(
@@ -381,6 +397,7 @@ CASES: dict[str, Case] = {
     "ReLU": ACTIVATION,
     "ReduceScatter": Case({}, rows(), {"dim": ReadOnly(1)}),
     "Reshape": Case({"shape": (4, 6)}, rows(), {"shape": Change((2, -1))}),
+    "RestoreTokens": Case({}, lambda: [torch.randn(6, 8), torch.tensor([0, 1, 6, 4, 2])], {}),
     "RotaryEmbedding": Case(
         {**HEADS, "base": 100.0, "rotary_dim": 4, "max_positions": 9},
         f32((2, 5, 16)),

@@ -40,9 +40,9 @@ from tests.basic.values import DTYPES, fill, saved_by
 
 # Those that hand a tensor on, whatever its dtype.
 ANY_DTYPE = {
-    "AddExtraInput", "AllGather", "AllReduce", "Combine", "ConstantScale", "Dispatch", "Dropout",
-    "Identity", "LoadBalancingLoss", "MakeExtraOutput", "Quantize", "ReduceScatter", "Reshape",
-    "SwapExtra",
+    "AddExtraInput", "AllGather", "AllReduce", "Combine", "ConstantScale", "Dispatch", "DropTokens",
+    "Dropout", "Identity", "LoadBalancingLoss", "MakeExtraOutput", "Quantize", "ReduceScatter",
+    "Reshape", "RestoreTokens", "SwapExtra",
 }  # fmt: skip
 # Their own files say what they refuse.
 OWN_TEXT = {
@@ -66,8 +66,8 @@ def made(name: str, device: torch.device | None = None) -> tuple[BasicOperation,
 def test_values_and_gradients_under_autocast(name: str, device: torch.device) -> None:
     """Without it, the files of the operations hold them to formulas in every dtype."""
     op, inputs = made(name, device)
-    # A mean over no rows is nan.
-    zero_rows = name not in {"CrossEntropy", "Reshape"}
+    # A mean over no rows is nan; sizes and slots are those of so many rows.
+    zero_rows = name not in {"CrossEntropy", "DropTokens", "Reshape", "RestoreTokens"}
     if name in ANY_DTYPE:
         check_op(op, *inputs, dtypes=DTYPES, zero_rows=zero_rows)
     with torch.autocast(device.type, torch.bfloat16):
@@ -169,10 +169,13 @@ SAVED: dict[str, list[str | int]] = {
     "GroupedLinear": ["input 1"],
     "L2Normalization": [12],
     "LayerNorm": [12, 12],
+    "DropTokens": [48],
+    "Jitter": [96],
     "LoadBalancingLoss": [32],
     "Permute": [80],
     "QKNorm": [120],
     "RMSNorm": [12],
+    "RestoreTokens": ["input 1"],
     "ScaledClampedQGeGLU": ["input 1"],
     "ScaledSReLU": ["input 1"],
     "ScaledSiTUGLU": ["input 1"],
@@ -182,7 +185,8 @@ SAVED: dict[str, list[str | int]] = {
     "Unpermute": ["input 1"],
 }
 NOTHING = ANY_DTYPE - {"Dropout"} | {
-    "AddEmbedding", "Bias", "Permute", "PositionEmbedding", "RotaryEmbedding", "Unpermute",
+    "AddEmbedding", "Bias", "Jitter", "Permute", "PositionEmbedding", "RotaryEmbedding",
+    "Unpermute",
 }  # fmt: skip
 
 

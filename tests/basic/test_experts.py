@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -88,6 +89,44 @@ def test_correction_chooses_but_does_not_weigh() -> None:
     assert torch.equal(weights, x.softmax(-1)[:, 3:])
     op.reset_parameters()
     assert torch.equal(op(x)[1], x.topk(1).indices)
+
+
+def test_the_correction_follows_the_tokens_of_experts() -> None:
+    """As in algorithm 1 of Wang et al., until all experts get about the same."""
+    op = TopKRouter(8, 2, score_function="sigmoid", score_correction_bias=True)
+    bias = op.score_correction_bias
+    assert bias is not None
+    op.update_score_correction_bias(torch.tensor([0, 9, 3, 3, 3, 3, 3, 0]), 0.5)
+    assert bias.tolist() == [0.5, -0.5, *[0.0] * 5, 0.5]
+    many = torch.full((8,), 2**40)
+    many[3] += 1
+    op.update_score_correction_bias(many.contiguous(), 0.5)
+    assert bias.tolist() == [1.0, 0.0, 0.5, -0.5, 0.5, 0.5, 0.5, 1.0]
+    bias.zero_()
+    logits = torch.randn(512, 8) + torch.linspace(-1, 1, 8)
+    first = op(logits)[2]
+    for _ in range(200):
+        op.update_score_correction_bias(op(logits)[2], 0.01)
+    last = op(logits)[2]
+    assert first.max() > 200
+    assert (last - 128).abs().max() < 16
+
+
+@pytest.mark.parametrize(
+    ("op", "tokens", "rate", "error", "text"),
+    [
+        (TopKRouter(4, 1), torch.ones(4).long(), 0.1, ArgumentError, "score_correction_bias=False"),
+        (None, torch.ones(4).long(), math.inf, ArgumentError, "finite rate.*rate=inf"),
+        (None, torch.ones(5).long(), 0.1, InputError, r"\(4,\) integers.*\(5,\) of torch.int64"),
+        (None, torch.ones(4), 0.1, InputError, r"\(4,\) integers.* of torch.float32"),
+    ],
+)
+def test_what_a_correction_cannot_follow(
+    op: TopKRouter | None, tokens: Tensor, rate: float, error: type[Exception], text: str
+) -> None:
+    op = op or TopKRouter(4, 1, score_correction_bias=True)
+    with pytest.raises(error, match=text):
+        op.update_score_correction_bias(tokens, rate)
 
 
 def test_losses_reach_the_logits_without_the_weights() -> None:

@@ -49,7 +49,7 @@ rows, qkv = f32((5, 8)), f32((2, 5, 24))
 OPERATIONS = {
     name: Example(lambda name=name: make(name), CASES[name].inputs)  # type: ignore[misc]
     for name in EACH_KIND
-    if name not in ("Dropout", "GroupedLinear")
+    if name not in ("Dropout", "GroupedLinear", "Jitter")
 }
 BLOCKS: dict[str, Example] = {
     "dropout in evaluation": Example(lambda: Dropout(0.5).eval(), rows),

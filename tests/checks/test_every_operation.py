@@ -24,7 +24,9 @@ from tests.fused.examples import EXAMPLES, OF_CHAINS, extras, filled, only
 from tests.fused.test_grouped_mlp import on_channels, tokens
 
 # A mean over no rows is nan; sizes of groups and maps of rows are those of all rows.
-NEEDS_ROWS = {"CrossEntropy", "GroupedLinear", "Reshape", "Unpermute"}
+NEEDS_ROWS = {
+    "CrossEntropy", "DropTokens", "GroupedLinear", "Reshape", "RestoreTokens", "Unpermute",
+}  # fmt: skip
 
 BUILT_IN = [info for info in opfuser.fusions() if info.origin == "opfuser"]
 

@@ -27,7 +27,7 @@ class Plain(nn.Module):
         return self.op.reference(*inputs)
 
 
-@pytest.mark.parametrize("name", sorted({*CASES} - {"Dropout"}))
+@pytest.mark.parametrize("name", sorted({*CASES} - {"Dropout", "Jitter"}))
 def test_operation(name: str) -> None:
     op = fill(make(name))
     inputs = CASES[name].inputs()

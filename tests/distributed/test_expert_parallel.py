@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from opfuser import (
     PrivateChannel,
     ScaledSwiGLU,
     Sequential,
+    TopKRouter,
     Unpermute,
 )
-from opfuser.models import MoEConfig, experts
+from opfuser.errors import ArgumentError, InputError, NotSupportedError
+from opfuser.models import DecoderConfig, MoEConfig, decoder_lm, experts
 from opfuser.models.parallel import parallelize
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
@@ -34,6 +37,7 @@ CHECKS: dict[str, Check] = {}
 MOE = MoEConfig(D, F, E, K, dtype=torch.float64, init_std=0.5)
 MIXTURES = {
     "softmax": MOE,
+    "capacity": replace(MOE, capacity_factor=0.8),
     "losses": replace(MOE, aux_loss=True, z_loss=True, tokens_per_expert=True),
     "DeepSeek-V3": replace(
         MOE,
@@ -195,7 +199,8 @@ def mixtures(rank: int, ranks: int) -> None:
         wanted = [one(part) for part in x]
         losses = [sum(t.square().sum() for t in _floats(out)) for out in wanted]
         for a, b in zip(_all(got), _all(wanted[rank]), strict=True):
-            close(a, b, name) if a.is_floating_point() else torch.equal(a, b)
+            assert a.shape == b.shape
+            close(a.double(), b.double(), name)
         sum(t.square().sum() for t in _floats(got)).backward()
         (sum(losses) / ranks).backward()
         close(mine.grad / ranks, x.grad[rank], name)
@@ -209,6 +214,128 @@ def _all(out: Any) -> tuple[Tensor, ...]:
 
 def _floats(out: Any) -> list[Tensor]:
     return [t for t in _all(out) if t.is_floating_point()]
+
+
+@check
+def the_correction_follows_the_tokens_of_all_ranks(rank: int, ranks: int) -> None:
+    router = TopKRouter(4, 1, score_correction_bias=True)
+    tokens = torch.tensor([5, 0, 3, 0]) if rank else torch.tensor([0, 3 * ranks, ranks, 0])
+    router.update_score_correction_bias(tokens, 0.5)
+    total = 5 * (ranks - 1), 3 * ranks, 3 * (ranks - 1) + ranks, 0
+    wanted = [0.5 * (sum(total) > 4 * n) - 0.5 * (sum(total) < 4 * n) for n in total]
+    assert router.score_correction_bias is not None
+    assert router.score_correction_bias.tolist() == wanted
+
+
+def impatient() -> dist.ProcessGroup:
+    """All ranks; one that waits for the others in vain fails within a minute."""
+    return dist.new_group(timeout=timedelta(minutes=1))
+
+
+def call(op: Dispatch, rows: int = 4, features: int = D, **how: Any) -> Any:
+    x = torch.randn(rows, features, dtype=how.get("dtype"))
+    sizes = torch.zeros(op.num_experts, dtype=torch.int64)
+    sizes[how.get("expert", 0)] = how.get("size", rows)
+    weights = [torch.rand(rows)] if op.weighted else []
+    return op(x.requires_grad_(how.get("grad", False)), sizes, *weights)
+
+
+@check
+def ranks_that_disagree(rank: int, ranks: int) -> None:
+    """Each of them says so, and the next call is answered."""
+    group, other = impatient(), rank == ranks - 1
+    plain = Dispatch(E, group, weighted=False)
+    call(plain)
+    for how, wrong in (
+        ({"features": D + 1}, f"rank 0: {D} features of torch.float32.*: {D + 1} features"),
+        ({"dtype": torch.bfloat16}, "features of torch.bfloat16"),
+        ({"grad": True}, "gradients of nothing.*gradients of rows"),
+        ({"size": 3}, f"negative, and add up.* others on rank {ranks - 1}"),
+        ({"size": -4}, f"negative, and add up.* others on rank {ranks - 1}"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            call(plain, **(how if other else {}))
+        assert call(plain, rank)[3].shape == (E // ranks,)
+    with pytest.raises(InputError, match=r"same call.* no weights.* weights of torch.float32"):
+        call(Dispatch(E, group, weighted=other))
+    with pytest.raises(InputError, match=f"rank 0: {E} experts; .*{2 * E} experts"):
+        call(Dispatch(2 * E if other else E, group, weighted=False))
+
+
+@check
+def models_that_differ(rank: int, ranks: int) -> None:
+    """Also where those of one rank could not be distributed at all."""
+    mesh = DeviceMesh.from_group(impatient(), "cpu")
+    other = rank == ranks - 1
+    for wrong in (replace(MOE, num_experts=E + 1), replace(MOE, dtype=torch.float32)):
+        with pytest.raises(ArgumentError, match=r"same model.*differ in router.weight"):
+            parallelize(experts(wrong if other else MOE), expert_parallel=mesh)
+    parallelize(experts(MOE), expert_parallel=mesh)
+
+
+@check
+def experts_that_are_no_multiple_of_the_ranks(rank: int, ranks: int) -> None:
+    with pytest.raises(ArgumentError, match=f"multiple of the ranks.*={E + 1}, {ranks} ranks"):
+        Dispatch(E + 1)
+    with pytest.raises(ArgumentError, match=f"num_groups={E + 1}, {ranks} ranks"):
+        parallelize(experts(replace(MOE, num_experts=E + 1)), expert_parallel=everyone(ranks))
+
+
+@check
+def what_cannot_be_distributed(rank: int, ranks: int) -> None:
+    mesh = everyone(ranks)
+    with pytest.raises(ArgumentError, match=r"needs experts.*none in model"):
+        parallelize(decoder_lm(DecoderConfig(31, 16, 1, 2)), expert_parallel=mesh)
+    with pytest.raises(ArgumentError, match=r"over the same or alone.*mesh=None, expert_"):
+        parallelize(experts(MOE))
+    with pytest.raises(ArgumentError, match=r"once.*gate_up.weight, which is a DTensor"):
+        parallelize(parallelize(experts(MOE), expert_parallel=mesh), expert_parallel=mesh)
+    for change, text in CHANGES:
+        model = experts(MOE)
+        change(model)
+        with pytest.raises(NotSupportedError, match=text):
+            parallelize(model, expert_parallel=mesh)
+
+
+def _separate(model: Sequential) -> None:
+    up = GroupedLinear(E, D, 2 * F, bias=False, dtype=torch.float64)
+    up.set_extra_input_channel(0, "sizes")
+    model.gate_up = up
+
+
+def _adding(model: Sequential) -> None:
+    model.down.accumulate_into_grad = True
+
+
+def _between(model: Sequential) -> None:
+    model.insert(6, nn.Identity())
+
+
+def _public(model: Sequential) -> None:
+    model.permute = Permute(E)
+
+
+def _twice(model: Sequential) -> None:
+    model.append(Unpermute())
+
+
+CHANGES = [
+    (_separate, "a parameter for each expert.*single_grouped_weight=True"),
+    (_adding, "adds gradients to the parameter itself"),
+    (_between, "Identity between Permute and Unpermute"),
+    (_public, "whose extra outputs are the caller's"),
+    (_twice, "with Permute, Unpermute, Unpermute"),
+]
+
+
+@check
+def not_while_torch_compile_traces(rank: int, ranks: int) -> None:
+    ours, _ = by_hand(ranks, torch.float64)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    (indices,) = routing("any", 1)
+    inputs = torch.randn(len(indices), D).double(), indices, torch.rand(indices.shape).double()
+    with pytest.raises(Exception, match="which no graph holds"):
+        compiled(*inputs)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
