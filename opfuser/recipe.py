@@ -194,7 +194,7 @@ class Recipe:
     @classmethod
     def delayed(cls) -> bool:
         """Whether this is delayed scaling."""
-        return issubclass(cls, DelayedScaling)
+        return issubclass(cls, DelayedScaling) and not issubclass(cls, Float8PredictedScaling)
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
@@ -204,7 +204,7 @@ class Recipe:
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
         """Whether a tensor has one scale."""
-        return issubclass(cls, (DelayedScaling, Float8CurrentScaling, Float8PredictedScaling))
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
@@ -260,21 +260,20 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8PredictedScaling(Recipe):
-    """One scale for a tensor, from the amax of the call before, with room to grow.
+class Float8PredictedScaling(DelayedScaling):
+    """Delayed scaling by the call before alone, with room for values to grow.
 
-    ``s = largest / amax / 2^margin``. The first call computes its amax before it quantises. In
-    E4M3 a scale that is too small by 2^margin costs no precision as long as the small values stay
-    normal: 2^-6 to 448 times 1/s.
+    In E4M3 a scale that is too small by 2^margin costs no precision as long as the small values
+    stay normal: 2^-6 to 448 times 1/s.
 
     Attributes:
-        margin: powers of two that are left for values to grow from call to call.
-        reduce_amax: whether ranks of the region's group agree on the largest values.
+        margin, amax_history_len, amax_compute_algo: as of :class:`DelayedScaling`, with other
+            defaults.
     """
 
     margin: int = 4
-    fp8_format: Format = Format.HYBRID
-    reduce_amax: bool = True
+    amax_history_len: int = 1
+    amax_compute_algo: str = "most_recent"
 
 
 @dataclass(frozen=True, kw_only=True)

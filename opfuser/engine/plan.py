@@ -253,7 +253,7 @@ class Plan(_Compared):
             UnknownFusionError: the plan has no record of it; a ``KeyError`` too.
             IndexError: there is no such operation.
         """
-        return _shown(self, "why", name, at)
+        return str(shown(self, "why", name, at))
 
     @property
     def program(self) -> str:
@@ -262,7 +262,7 @@ class Plan(_Compared):
         Of several groups of operations, their programs one after another. A call in a profile or
         under torch.compile executes the same with a few lines more.
         """
-        return _shown(self, "program")
+        return str(shown(self, "program"))
 
     @property
     def recorded(self) -> str:
@@ -280,25 +280,25 @@ class Plan(_Compared):
         return "\n".join(parts).rstrip("\n")
 
     def __str__(self) -> str:
-        return _shown(self, "text")
+        return str(shown(self, "text"))
 
     # Names that notebooks look for.
 
     def _repr_html_(self) -> str:
-        return _shown(self, "html")
+        return str(shown(self, "html"))
 
     def _repr_svg_(self) -> str:
-        return _shown(self, "svg")
+        return str(shown(self, "svg"))
 
 
-def _shown(plan: Plan, way: str, *args: Any) -> str:
-    """A plan as text, by what stands above plans and is loaded when a plan is shown."""
+def shown(plan: Plan, way: str, *args: Any) -> Any:
+    """A plan as text or data, by what stands above plans and is loaded when a plan is shown."""
     module, name = _WAYS[way]
-    shown: str = getattr(import_module(f"opfuser.{module}"), name)(plan, *args)
-    return shown
+    return getattr(import_module(f"opfuser.{module}"), name)(plan, *args)
 
 
 _WAYS = {
+    "data": ("report.plan_json", "plan_data"),
     "html": ("report.picture", "card"),
     "program": ("engine.program", "program_text"),
     "svg": ("report.picture", "picture"),

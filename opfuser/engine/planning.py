@@ -13,7 +13,7 @@ from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
 from ..registry import FusionHandle
-from .dumps import Dump
+from .dumps import dump
 from .limits import Limits
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_between
 from .plan_report import report
@@ -66,13 +66,9 @@ def make_plan(
         PlanError: a fusion returned operations that do not tile the basic operations.
     """
     basic_ops = tuple(basic for op in ops for basic in expand(op))
-    number, dump = next(_numbers), Dump.wanted()
-    maker = _Maker(basic_ops, env, needs, dump, limits)
-    try:
-        forward, backward = _fused(maker, list(ops), list(handles))
-    finally:  # also where a fusion raises an error
-        if dump is not None:
-            dump.write(number, basic_ops, env, maker.history)
+    number = next(_numbers)
+    maker = _Maker(basic_ops, env, needs, limits)
+    forward, backward = _fused(maker, list(ops), list(handles))
     steps = maker.steps(forward), maker.steps(backward)
     quantized, high_precision = _precision(basic_ops, steps[0], env)
     plan = Plan(
@@ -89,6 +85,7 @@ def make_plan(
         numbers=(number,),
     )
     report(plan)
+    dump(plan)
     return plan
 
 
@@ -110,7 +107,7 @@ def _fused(
         backward = stage("backward", backward)
         return maker.show_outputs(forward, backward), backward
     of_backward = [handle for handle in handles if handle.stage == "backward"]
-    maker.skip(of_backward, "no gradient is needed", backward)
+    maker.skip(of_backward, "no gradient is needed")
     return forward, []
 
 
@@ -187,34 +184,20 @@ class _Maker:
         basic_ops: tuple[BasicOperation, ...],
         env: Env,
         needs: tuple[GradNeeds | None, ...],
-        dump: Dump | None,
         limits: Limits | None,
     ) -> None:
         self.basic_ops = basic_ops
         self.env = env
         self.needs = needs
-        self.dump = dump
         self.limits = limits
         self.history: list[FusionRecord] = []
         self.made_by: dict[int, str] = {}
 
-    def skip(
-        self, handles: Iterable[FusionHandle], why: str, ops: Sequence[FusibleOperation]
-    ) -> None:
+    def skip(self, handles: Iterable[FusionHandle], why: str) -> None:
         for handle in handles:
             off = self._off(handle)
             status = "disabled" if off else "skipped"
-            self.note(FusionRecord(handle.name, handle.stage, status, detail=off or why), ops, ops)
-
-    def note(
-        self,
-        record: FusionRecord,
-        before: Sequence[FusibleOperation],
-        after: Sequence[FusibleOperation],
-    ) -> None:
-        self.history.append(record)
-        if self.dump is not None:
-            self.dump.add(before, after, self.made_by)
+            self.history.append(FusionRecord(handle.name, handle.stage, status, detail=off or why))
 
     def _off(self, handle: FusionHandle) -> str:
         return handle.disabled_by() if self.limits is None else self.limits.off(handle)
@@ -222,7 +205,7 @@ class _Maker:
     def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
         missing = handle.requires.missing(self.env)
         if self._off(handle) or missing is not None:
-            self.skip([handle], missing.detail if missing is not None else "", ops)
+            self.skip([handle], missing.detail if missing is not None else "")
             return ops
         began = time.perf_counter()
         starts = self.tile(ops, handle)
@@ -246,11 +229,12 @@ class _Maker:
         matches = tuple(tuple(range(at, at + len(op.basic_ops))) for at, op in made)
         self.made_by.update({id(op): handle.name for _, op in made})
         status = "matched" if matches else "refused" if refusals else "unmatched"
-        record = FusionRecord(
-            handle.name, handle.stage, status, matches, refusals, near,
-            elapsed=time.perf_counter() - began,
+        self.history.append(
+            FusionRecord(
+                handle.name, handle.stage, status, matches, refusals, near,
+                elapsed=time.perf_counter() - began,
+            )
         )  # fmt: skip
-        self.note(record, ops, new)
         return new
 
     def _called(

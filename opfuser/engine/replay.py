@@ -19,9 +19,8 @@ from ..events.telling import emit, generation
 from ..fusion import Refusal
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import kept_weights
-from ..quantization.state import Stateful
 from ..quantization.watch import is_watched
-from ..recipe import Recipe
+from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, parts_under_way
 from .autograd import Kwargs, execute_eagerly
 from .captured import (
@@ -361,7 +360,7 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
 
 def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
     """Why a call is not replayed because of what quantised compute keeps or tells around it."""
-    if isinstance(recipe, Stateful) and (computed_again() is not None or parts_under_way()):
+    if isinstance(recipe, DelayedScaling) and (computed_again() is not None or parts_under_way()):
         return Refusal("CHECKPOINT", "what is computed twice has the scales of the first time")
     if kept_weights() is not None:
         return Refusal("KEPT_WEIGHTS", "quantised weights are kept for calls outside of recordings")

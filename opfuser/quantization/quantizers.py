@@ -29,6 +29,7 @@ from ..kernels.quantize import (
 )
 from ..kernels.zeros import zero_for
 from ..recipe import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
@@ -40,7 +41,7 @@ from ..recipe import (
 from ..recording import is_recording
 from ..torch_internals import storage_address
 from .region import amax_group, keeping, kept_in_region
-from .state import QuantizationState, Stateful, state_of
+from .state import QuantizationState, state_of
 from .watch import is_watched, tell
 from .weights import weight_codes
 
@@ -121,7 +122,7 @@ class OperandQuantizer(NamedTuple):
 
     def used_scales(self) -> Tensor | None:
         """In forward, once its operands are rounded: the scales, if they are kept between calls."""
-        if not isinstance(self.recipe, Stateful):
+        if not isinstance(self.recipe, DelayedScaling):
             return None
         return state_of(self.op, self.recipe, amax_group()).used_scales()
 
@@ -181,7 +182,7 @@ class OperandQuantizer(NamedTuple):
             return None
         if self.used is not None and role != "grad_output":
             return QuantizationState.used_scaling(self.used, role, recipe.dtype(role))
-        assert isinstance(recipe, Stateful)
+        assert isinstance(recipe, DelayedScaling)
         return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe)
 
     def from_amax(self, role: str, amax: Tensor) -> Scaling:
@@ -192,7 +193,7 @@ class OperandQuantizer(NamedTuple):
             if params.amax_epsilon:
                 amax = amax.clamp_min(params.amax_epsilon)
             return MeasuredScaling(amax, dtype, params.power_2_scale)
-        assert isinstance(recipe, Stateful)
+        assert isinstance(recipe, DelayedScaling)
         state = state_of(self.op, recipe, amax_group())
         return TensorScaling(state.learn(role, amax, recipe), dtype, state.amax_seen(role))
 

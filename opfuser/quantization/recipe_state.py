@@ -12,9 +12,9 @@ from ..fusion import Env
 from ..op import BasicOperation, FusedOperation, FusibleOperation
 from ..op.fusible import RESTORED_CHILDREN, RestoredChild
 from ..op.kinds import is_built_in, must_be_called
-from ..recipe import Recipe
+from ..recipe import DelayedScaling, Recipe
 from .region import active_recipe, check_recipe
-from .state import ROLES, QuantizationState, Stateful, make_state, restore_state
+from .state import ROLES, QuantizationState, make_state, restore_state
 from .te_scales import te_scales
 from .weights import recipe_of_new_weights
 
@@ -55,14 +55,14 @@ def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
     seen: set[nn.Module] = set()
     for module in (model, *Elsewhere.operations(model)):
         for op, own in _operations(module, recipe, seen):
-            if isinstance(own, Stateful) and _follows(op, own):
+            if isinstance(own, DelayedScaling) and _follows(op, own):
                 make_state(op, own)
 
 
 def init_new_operation(op: BasicOperation) -> None:
     """At the end of a constructor: as the region says in which it was called."""
     recipe = active_recipe() or recipe_of_new_weights()
-    if isinstance(recipe, Stateful) and _follows(op, recipe):
+    if isinstance(recipe, DelayedScaling) and _follows(op, recipe):
         make_state(op, recipe)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor, nn
 
-from ..recipe import Recipe
+from ..recipe import DelayedScaling, Recipe
 from .region import region_with_recipe
-from .state import SettledScales, Stateful, settled_scales
+from .state import SettledScales, settled_scales
 from .watch import is_watched
 
 __all__ = ["QuantizedCalls"]
@@ -28,7 +28,7 @@ class QuantizedCalls:
 
     def __init__(self, ops: Sequence[nn.Module], recipe: Recipe) -> None:
         self._ops = tuple(dict.fromkeys(ops))
-        self._recipe = recipe if isinstance(recipe, Stateful) else None
+        self._recipe = recipe if isinstance(recipe, DelayedScaling) else None
         self._settled: SettledScales | None = None
 
     def scales(self) -> tuple[Tensor, ...]:

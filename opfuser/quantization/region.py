@@ -14,7 +14,7 @@ from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward, is_outside
 from ..torch_internals import constant_result
 from .checkpointed import forward_of, is_any_known, is_within_any, note_region
-from .state import Stateful, enter_region
+from .state import enter_region
 
 __all__ = [
     "Region",
@@ -157,7 +157,7 @@ def recipe_of_call() -> Recipe | None:
     region = _current()
     if region.recipe is None:
         return None
-    if isinstance(region.recipe, Stateful) and in_backward() and computed_again() is None:
+    if isinstance(region.recipe, DelayedScaling) and in_backward() and computed_again() is None:
         raise RecomputationError(
             explain(
                 "What is computed again within backward has the scales of its forward",

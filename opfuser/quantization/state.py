@@ -20,7 +20,7 @@ from ..kernels.quantize_plain import largest
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
 from ..op.fusible import FusibleOperation
-from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
+from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward, is_outside
 from ..recording import refuse_watching, seen_whole
 from .checkpointed import note_scale, scale_of_forward
@@ -29,7 +29,6 @@ __all__ = [
     "ROLES",
     "QuantizationState",
     "SettledScales",
-    "Stateful",
     "enter_region",
     "forget_state_of_parameters",
     "keep_state_in",
@@ -45,7 +44,6 @@ __all__ = [
 ROLES = ("input", "weight", "grad_output")
 _NUMBERS = {role: n for n, role in enumerate(ROLES)}
 
-Stateful = DelayedScaling | Float8PredictedScaling
 _KEYS = "scale", "amax_history"
 
 
@@ -59,7 +57,7 @@ class _Parts(NamedTuple):
         addresses: of the buffers.
     """
 
-    recipe: Stateful | None
+    recipe: DelayedScaling | None
     kept: KeptScales
     scale: tuple[Tensor, ...]
     amax: tuple[Tensor, ...]
@@ -109,7 +107,7 @@ class QuantizationState(nn.Module):
             self.register_buffer("scale", torch.ones(len(ROLES), **fp32))
             self.register_buffer("amax_history", torch.zeros(length, len(ROLES), **fp32))
             self.register_buffer("amax", torch.zeros(len(ROLES), **fp32))
-        self.recipe: Stateful | None = None
+        self.recipe: DelayedScaling | None = None
         # Whether each scale comes from values, so that a first call can look at its own.
         self.known = [False] * len(ROLES)
         self._enter()
@@ -152,7 +150,7 @@ class QuantizationState(nn.Module):
             self._read_what_was_written()
         return self.known[_NUMBERS[role]]
 
-    def learn(self, role: str, amax: Tensor, recipe: Stateful) -> Tensor:
+    def learn(self, role: str, amax: Tensor, recipe: DelayedScaling) -> Tensor:
         """The first scale for the role, from a largest value, (1,).
 
         It is kept, unless the value is not finite: that says nothing of the calls to come.
@@ -170,7 +168,7 @@ class QuantizationState(nn.Module):
             emit(ScalesUpdated(1, (role,), "first value"))
         return scale
 
-    def known_scaling(self, role: str, recipe: Stateful) -> TensorScaling | None:
+    def known_scaling(self, role: str, recipe: DelayedScaling) -> TensorScaling | None:
         """How the next tensor of the role is quantised; None if there is no scale for it yet.
 
         What is computed again has the scale of its forward, and has been seen by it.
@@ -199,7 +197,7 @@ class QuantizationState(nn.Module):
             note_scale(self.number, number, scale)
         return TensorScaling(scale, recipe.dtype(role), parts.amax[number])
 
-    def _ratio(self, number: int, recipe: Stateful) -> float:
+    def _ratio(self, number: int, recipe: DelayedScaling) -> float:
         """Of the scale that a role has by a recipe to that by the last one."""
         last, role = self.recipe, ROLES[number]
         if last is None:
@@ -207,7 +205,7 @@ class QuantizationState(nn.Module):
         ratio = largest(recipe.dtype(role)) / largest(last.dtype(role))
         return ratio * 2.0 ** (last.margin - recipe.margin)
 
-    def follow(self, recipe: Stateful) -> None:
+    def follow(self, recipe: DelayedScaling) -> None:
         """Has calls with a recipe from now on, for which the scales are adapted."""
         ratios = [self._ratio(number, recipe) for number in range(len(ROLES))]
         self.recipe = recipe
@@ -268,8 +266,7 @@ class QuantizationState(nn.Module):
         e4m3 = torch.float8_e4m3fn
         kept = KeptScales(scale, history, amax, (e4m3, e4m3, e4m3), 0, True)
         if recipe is not None:
-            most_recent = isinstance(recipe, Float8PredictedScaling)
-            most_recent = most_recent or recipe.amax_compute_algo == "most_recent"  # type: ignore[union-attr]
+            most_recent = recipe.amax_compute_algo == "most_recent"
             dtypes = recipe.dtype("input"), recipe.dtype("weight"), recipe.dtype("grad_output")
             kept = KeptScales(scale, history, amax, dtypes, recipe.margin, most_recent)
         return _Parts(recipe, kept, *views, _addresses(kept))
@@ -378,10 +375,6 @@ _all: weakref.WeakValueDictionary[int, QuantizationState] = weakref.WeakValueDic
 _numbers = count()
 
 
-def _history_length(recipe: Stateful) -> int:
-    return 1 if isinstance(recipe, Float8PredictedScaling) else recipe.amax_history_len
-
-
 def keep_state_in(op: nn.Module, module: nn.Module, parameter: str) -> None:
     """Has an operation that reads a parameter of a module leave its state to that module."""
     op.__dict__["_state_place"] = module, child_of(parameter)
@@ -399,7 +392,7 @@ def state_place(op: nn.Module) -> tuple[nn.Module, str]:
     return owner.__dict__.get("_state_place") or (owner, "quantization")
 
 
-def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
+def make_state(op: nn.Module, recipe: DelayedScaling) -> QuantizationState:
     """The state that an operation has, or a new one, which it has from now on.
 
     Raises:
@@ -410,7 +403,7 @@ def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
     if state is None:
         refuse_watching("scales are made")
         _refuse_occupied(owner, name)
-        state = QuantizationState(_history_length(recipe), next(op.parameters()).device)
+        state = QuantizationState(recipe.amax_history_len, next(op.parameters()).device)
         owner.add_module(name, state)
     elif not isinstance(state, QuantizationState):
         _refuse_occupied(owner, name)
@@ -434,13 +427,13 @@ def _refuse_occupied(module: nn.Module, name: str) -> None:
 
 def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
     """The state of an operation that computes with a recipe that keeps scales."""
-    assert isinstance(recipe, Stateful)
+    assert isinstance(recipe, DelayedScaling)
     owner, name = state_place(op)
     state = owner._modules.get(name)
     if state is None or op._modules.get("quantization") is not state:
         state = make_state(op, recipe)
     assert isinstance(state, QuantizationState)
-    length = _history_length(recipe)
+    length = recipe.amax_history_len
     if not recipe.reduce_amax:
         group = None
     if state.recipe is recipe and state.group is group and state.length == length:
@@ -454,7 +447,7 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
 def _adapt(
     op: nn.Module,
     state: QuantizationState,
-    recipe: Stateful,
+    recipe: DelayedScaling,
     group: dist.ProcessGroup | None,
     length: int,
 ) -> None:
@@ -536,9 +529,9 @@ class SettledScales(NamedTuple):
         return True
 
 
-def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales | None:
+def settled_scales(ops: Sequence[nn.Module], recipe: DelayedScaling) -> SettledScales | None:
     """The scales that operations have for a recipe; None if the next call makes or adapts some."""
-    length = _history_length(recipe)
+    length = recipe.amax_history_len
     states: list[_Settled] = []
     tensors: list[Tensor] = []
     facts: list[Hashable] = []
@@ -641,7 +634,7 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> int:
 
 def enter_region(recipe: Recipe, group: dist.ProcessGroup | None, *, outermost: bool) -> None:
     """Updates the scales of all operations, if the region that opens is in no other one."""
-    if not (isinstance(recipe, Stateful) and recipe.reduce_amax):
+    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax):
         group = None
     if group is not None:
         _groups[group] = None

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.quantize import Codes
-from ..recipe import Recipe
+from ..recipe import DelayedScaling, Recipe
 from .quantizers import OperandQuantizer
 from .region import amax_group, region
-from .state import QuantizationState, Stateful, state_of
+from .state import QuantizationState, state_of
 
 __all__ = ["TensorQuantizer"]
 
@@ -65,7 +65,7 @@ class TensorQuantizer(NamedTuple):
             return quantizer.quantize(self.role, matrix, rows=rows, cols=cols)
 
     def _state(self) -> QuantizationState | None:
-        if not isinstance(self.recipe, Stateful):
+        if not isinstance(self.recipe, DelayedScaling):
             return None
         with region(self.recipe, self.group):
             return state_of(self.op, self.recipe, amax_group())

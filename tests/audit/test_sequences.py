@@ -209,35 +209,6 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert "0 kept less" in found.instances[0].notes
 
 
-def test_a_kernel_that_others_have() -> None:
-    sizes = {"device": "meta"}
-    model = Sequential(
-        opfuser.Embedding(11, D, **sizes),
-        opfuser.AddEmbedding(3, D, **sizes),
-        opfuser.PositionEmbedding(9, D, **sizes),
-        opfuser.LayerNorm(D, **sizes),
-        Linear(D, D, **sizes),
-    )
-    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.model(x, x)
-
-    (found,) = missed(Holder(), tokens).values()
-    assert (found.fused_op, found.recommendation, found.blocked_by) == (
-        "embedding_norm", "needs_triton", None,
-    )  # fmt: skip
-    assert found.component_ops == ("Embedding", "AddEmbedding", "PositionEmbedding", "LayerNorm")
-    assert found.instances[0].op_loc == "model.0 to model.3"
-    assert found.estimate.launches_saved > 2
-    assert found.estimate.bytes_saved_per_call > 0
-
-
 def test_a_fusion_that_was_switched_off() -> None:
     with torch.device("meta"):
         model = Sequential(block(GELU()), block(GELU()))

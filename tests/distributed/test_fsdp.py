@@ -35,7 +35,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
 )
 from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
 from tests.distributed.sharded import (
@@ -53,7 +52,7 @@ pytestmark = pytest.mark.distributed
 RANKS = 2
 CHECKS: dict[str, Check] = {}
 CONFIG = DecoderConfig(29, 16, 3, 2, dtype=torch.float64)
-RECIPES = DelayedScaling(), Float8PredictedScaling(), Float8CurrentScaling(), Float8BlockScaling()
+RECIPES = DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()
 make = partial(decoder_lm, CONFIG)
 
 

@@ -37,7 +37,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
 )
 from tests.contract.gradients import handed_over
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
@@ -324,7 +323,6 @@ def sharded_in_fp8(rank: int, ranks: int) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for recipe in (
         DelayedScaling(),
-        Float8PredictedScaling(),
         Float8CurrentScaling(),
         Float8BlockScaling(),
     ):

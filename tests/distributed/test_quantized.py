@@ -18,7 +18,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
     Recipe,
 )
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
@@ -30,7 +29,6 @@ RANKS = 2
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
-    "predicted": Float8PredictedScaling(),
     "block": Float8BlockScaling(),
 }
 CHECKS: dict[str, Check] = {}

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import GELU, Linear, Sequential, SwiGLU
-from opfuser.engine.specialized import unrecorded
+from opfuser.engine.recorder import places
+from opfuser.engine.specialized import Backward, unrecorded
 from tests.engine.recorded_toys import (
     ENOUGH,
     D,
@@ -141,3 +142,13 @@ def test_in_place_writes_are_seen_in_saved_tensors() -> None:
     leaf.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_what_operations_have_asked_in_backward_is_asked_again() -> None:
+    """As how many ranks there are: a pass of other answers is not the recorded one."""
+    answers = ["as recorded"]
+    assumed = ((lambda: answers[0], "as recorded"),)
+    found = Backward(lambda *_: [], (), (), places([]), (), (), assumed, False)
+    assert found.is_for(torch.ones(2), [], [], [])
+    answers[0] = "other"
+    assert not found.is_for(torch.ones(2), [], [], [])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from opfuser.kernels import (
-    activation_plain,
     cpu_blocks,
     cross_entropy_plain,
     norm_plain,
@@ -21,5 +20,4 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, elements: int = 50) -> None:
     monkeypatch.setattr(norm_plain, "_BLOCK", elements)
     monkeypatch.setattr(rotary_plain, "_BLOCK", elements)
     monkeypatch.setattr(cross_entropy_plain, "_BLOCK", {"cpu": elements})
-    for module in (activation_plain, rotary_plain):
-        monkeypatch.setattr(module, "_MIN_BLOCKS", 1)
+    monkeypatch.setattr(rotary_plain, "_MIN_BLOCKS", 1)

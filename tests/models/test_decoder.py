@@ -27,7 +27,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
     Recipe,
 )
 
@@ -259,7 +258,6 @@ def test_arguments_are_checked(change: dict[str, Any], message: str) -> None:
 RECIPES: list[Recipe] = [
     DelayedScaling(),
     Float8CurrentScaling(),
-    Float8PredictedScaling(),
     Float8BlockScaling(),
 ]
 # Every feature is a multiple of 128, as blocks need.

@@ -16,7 +16,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -201,7 +200,6 @@ def test_micro_batches_with_kept_weights(kept: bool) -> None:
 
 EVERY = (
     *RECIPES,
-    Float8PredictedScaling(),
     MXFP8BlockScaling(),
     NVFP4BlockScaling(disable_stochastic_rounding=True),
 )

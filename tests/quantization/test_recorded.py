@@ -37,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 DELAYED = DelayedScaling(amax_history_len=2)
 RECIPES: dict[str, Recipe] = {
     "delayed": DELAYED,
-    "predicted": Float8PredictedScaling(),
     "current": Float8CurrentScaling(),
     "blocks": Float8BlockScaling(),
     "MXFP8": MXFP8BlockScaling(),

@@ -19,7 +19,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 CURRENT, BLOCKS = Float8CurrentScaling(), Float8BlockScaling()
-RECIPES: list[Recipe] = [CURRENT, BLOCKS, DelayedScaling(), Float8PredictedScaling()]
+RECIPES: list[Recipe] = [CURRENT, BLOCKS, DelayedScaling()]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 
 

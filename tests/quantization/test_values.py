@@ -16,7 +16,6 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    Float8PredictedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -28,7 +27,6 @@ CURRENT = Float8CurrentScaling()
 RECIPES: tuple[Recipe, ...] = (
     CURRENT,
     DelayedScaling(),
-    Float8PredictedScaling(),
     Float8BlockScaling(),
 )
 # Operations hand on no codes of these.

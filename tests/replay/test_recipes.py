@@ -22,7 +22,6 @@ from tests.replay.models import assert_same_grads, code, count, twin
 
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(),
-    "predicted": Float8PredictedScaling(),
     "current": Float8CurrentScaling(),
     "blocks": Float8BlockScaling(),
     "delayed that saves codes": DelayedScaling(save_activations="fp8"),

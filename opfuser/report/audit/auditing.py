@@ -21,14 +21,13 @@ from ..observing import SequenceCall
 from ..target import Target, failed
 from . import segments
 from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
-from .elsewhere import Elsewhere, elsewhere
 from .estimates import Cost, of_nodes, of_sequence, only, unfused
 from .finding import find
 from .formulas import Found
 from .kernels import KNOWN, Existing, advice, look_up
 from .operations import operation
 from .remedies import Tried, places_of, tried, written
-from .sequences import Blocked, blocked, steps_at
+from .sequences import Blocked, blocked
 from .todo import Estimate, Instance, MissedFusion, Todo
 from .tracing import Place, Trace, facts_of, trace
 
@@ -71,7 +70,6 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
     sites: list[_Site] = []
     for call in traced.calls:
         found = [_of_blocked(missed) for missed in blocked(call)]
-        found += [_of_elsewhere(known) for known in elsewhere(call)]
         sites += found * max(calls[call.path], 1)
     sites += _in_graph(target, traced)
     return Todo(target.name, _env(model, given), _joined(sites))
@@ -104,7 +102,8 @@ def _of_formula(f: Found, conversions: list[Tried], costs: dict[Any, Cost | None
         like = None if module is None else Chain((f,), (module,))
         instead = None if like is None else (Sequential(*like.modules), inputs_of(like))
         costs[key] = of_nodes(f.nodes, f.outputs, instead)
-    calls = [found.call for found in conversions if found.computes(f.kind, f.nodes)]
+    ours = any(kernel.source == "opfuser" for kernel in KNOWN[f.kind])
+    calls = [found.call for found in conversions if ours and found.computes(f.kind, f.nodes)]
     notes = [f"computed by {len(ops)} functions of torch", *map(_replaces, calls[:1])]
     return _site(entry, f.nodes, notes, costs[key])
 
@@ -146,15 +145,6 @@ def _of_blocked(b: Blocked) -> _Site:
     )  # fmt: skip
     notes = [str(b.why), *b.remedies]
     return _in_sequence(entry, b.call, b.paths, b.steps, notes, b.cost())
-
-
-def _of_elsewhere(e: Elsewhere) -> _Site:
-    gradient = any(need is not None for need in e.call.plan.needs)
-    source, recommendation = advice(e.kind, gradient)
-    ops = tuple(type(op).__name__ for op in e.ops)
-    stage, risk = "joint" if gradient else "forward", _RISKS.get(e.kind, _ROUNDING)
-    entry = _entry(e.kind, source, stage, ops, look_up(e.kind), recommendation, risk)
-    return _in_sequence(entry, e.call, e.paths, steps_at(e.call.plan, set(e.paths)), [], e.cost())
 
 
 def _in_sequence(

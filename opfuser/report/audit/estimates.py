@@ -20,7 +20,7 @@ from ..target import Target
 from ..traffic import ModelTraffic, model_traffic
 from .tracing import Facts, facts_of, name_of
 
-__all__ = ["Cost", "like", "of_nodes", "of_operations", "of_sequence", "only", "segment", "unfused"]
+__all__ = ["Cost", "like", "of_nodes", "of_sequence", "only", "segment", "unfused"]
 
 
 class Cost(NamedTuple):
@@ -114,45 +114,9 @@ def of_nodes(
         return None
     once = sum(map(size_of, inputs)) + sum(map(_read, module.held))
     once += sum(facts.bytes for facts in made)
-    return _in_one_kernel(before, inputs, list(module.held.values()), once, differentiated)
-
-
-def of_operations(
-    sequence: Sequential, inputs: Sequence[Tensor], looked_up: int, output: Tensor
-) -> Cost | None:
-    """What operations take more than one kernel in each pass that does not exist in opfuser.
-
-    Args:
-        sequence: of the operations alone.
-        inputs: input and extra inputs, without data.
-        looked_up: how many of the parameters are tables, of which rows as large as the output are
-            read.
-        output: what the operations return, without data.
-
-    Returns:
-        None if the operations cannot be run without data.
-    """
-    try:
-        before = model_traffic(Target("", sequence, tuple(inputs)))
-    except TargetError:
-        return None
-    parameters = list(sequence.parameters())
-    once = sum(map(size_of, [*inputs, *parameters[looked_up:]])) + size_of(output) * (looked_up + 1)
-    differentiated = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-    return _in_one_kernel(before, inputs, parameters, once, differentiated)
-
-
-def _in_one_kernel(
-    before: ModelTraffic,
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    once: int,
-    differentiated: bool,
-) -> Cost:
-    """The difference to a kernel that touches ``once`` bytes in each pass, and writes gradients."""
     if not differentiated:
         return Cost(before.counts.launches - 1, before.counts.bytes - once)
-    grads = sum(size_of(t) for t in (*inputs, *parameters) if t.requires_grad)
+    grads = sum(size_of(t) for t in (*inputs, *module.held.values()) if t.requires_grad)
     return Cost(
         before.counts.launches - 2,
         before.counts.bytes - 2 * once - grads,

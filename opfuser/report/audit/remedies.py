@@ -14,7 +14,6 @@ from ..conversion import CONVERSIONS
 from ..kernel_counts import counting
 from ..target import Target
 from .chains import Chain, parts_of, residuals
-from .elsewhere import elsewhere
 from .formulas import Found
 from .segments import expression
 from .sequences import blocked
@@ -121,10 +120,8 @@ def _traced(target: Target) -> Trace:
 def _missed(traced: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
     """What Sequentials of a model miss."""
     for call in traced.calls:
-        inner = [(b.name, b.paths) for b in blocked(call)]
-        inner += [(e.kind, e.paths) for e in elsewhere(call)]
-        for name, paths in inner:
-            yield name, tuple(f"{call.path}.{path}".strip(".") for path in paths)
+        for b in blocked(call):
+            yield b.name, tuple(f"{call.path}.{path}".strip(".") for path in b.paths)
 
 
 def _fused(traced: Trace) -> Iterator[_Step]:

@@ -27,7 +27,7 @@ from ..target import moved
 from .estimates import Cost, of_sequence, segment, unfused
 from .segments import expression
 
-__all__ = ["Blocked", "blocked", "steps_at"]
+__all__ = ["Blocked", "blocked"]
 
 # Refusals that say that nothing is lost: another fusion is better or has the operations, there is
 # no kernel for this device, nobody asked for it, there is no gradient, or what stands between has
@@ -311,7 +311,7 @@ def _blocked(
         call,
         tuple(plan.basic_ops[i] for i in indices),
         paths,
-        (*steps_at(before, set(paths)), *_said_there(before, name, paths)),
+        (*_steps_at(before, set(paths)), *_said_there(before, name, paths)),
         tuple(torch.empty_like(t, device="meta").requires_grad_(x_needs) for t in inputs),
     )
 
@@ -322,7 +322,7 @@ def _said_there(plan: Plan, name: str, paths: tuple[str, ...]) -> list[str]:
     return [] if at is None else plan.why(name, at).splitlines()
 
 
-def steps_at(plan: Plan, paths: set[str]) -> tuple[str, ...]:
+def _steps_at(plan: Plan, paths: set[str]) -> tuple[str, ...]:
     """The steps of a plan that compute operations at these paths, and modules between them."""
     out: list[str] = []
     for title, steps in (("forward", plan.forward), ("backward", plan.backward)):
