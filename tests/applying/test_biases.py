@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser.applying import report
 
+from ..reading.tiny import CHECKPOINTING
 from .models import IDS, paths
 
 transformers = pytest.importorskip("transformers")
@@ -191,7 +192,7 @@ def test_copies_checkpointing_and_generation() -> None:
     assert_same(step(ours), want)
     assert_same(step(copy.deepcopy(ours)), want)
     for model in (ours, theirs):
-        model.activation_checkpointing_enable()
+        getattr(model, f"{CHECKPOINTING}_enable")()
     assert_same(step(ours), step(theirs))
     given = {"attention_mask": PADDED, "max_new_tokens": 6, "do_sample": False}
     found = [model.eval().generate(IDS, use_cache=True, **given) for model in (ours, theirs)]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import opfuser
 from opfuser.applying import report
 from opfuser.errors import NotSupportedError
-from tests.reading.tiny import CACHE
+from tests.reading.tiny import CACHE, CHECKPOINTING
 
 from .models import (
     IDS,
@@ -82,7 +82,7 @@ def test_blocks_in_a_selective_checkpoint_overwrite_no_products() -> None:
 def test_layers_that_checkpoint_themselves_are_computed_in_parts(reentrant: bool) -> None:
     model, plain = llama(), llama()
     for m in (model, plain):
-        m.activation_checkpointing_enable({"use_reentrant": reentrant})
+        getattr(m, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
         m.enable_input_require_grads()
     opfuser.apply(model)
     assert_equal_steps(step(model), step(plain))

@@ -26,7 +26,7 @@ from opfuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from tests.reading.tiny import CACHE
+from tests.reading.tiny import CACHE, CHECKPOINTING
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -590,18 +590,18 @@ def test_checkpointing(recipe: Recipe, reentrant: bool) -> None:
     round otherwise: there, parts are checkpointed as well.
     """
     model, other = applied(llama()), llama()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
     for layer in other.model.layers:
         for part in layer.children():
             opfuser.apply(part)
     opfuser.apply(other.model.norm)
     if reentrant:
-        other.activation_checkpointing_enable({"use_reentrant": True})
+        getattr(other, f"{CHECKPOINTING}_enable")({"use_reentrant": True})
     for m in (model, other):
         m.enable_input_require_grads()
     assert_same(train(model, range(4), recipe), train(other, range(4), recipe))
     before = holders(model)
-    model.activation_checkpointing_disable()
+    getattr(model, f"{CHECKPOINTING}_disable")()
     train(model, range(4, 5), recipe)
     assert holders(model) == holders(other) == before
 

@@ -97,6 +97,9 @@ def test_caps_and_sinks_are_those_of_eager(family: str, sizes: dict[str, Any]) -
 def test_t5_trains_its_table_of_positions(family: str) -> None:
     """Encoder, decoder and cross-attention, the first with padding."""
     config_of = getattr(transformers, f"{family}Config")
+    kind = getattr(transformers, f"{family}ForConditionalGeneration")
+    if not kind._supports_sdpa:
+        pytest.skip("calls no function of attention, as in transformers 5.0")
     found = []
     for implementation in ("opfuser", "sdpa"):
         torch.manual_seed(0)
@@ -105,7 +108,7 @@ def test_t5_trains_its_table_of_positions(family: str) -> None:
             relative_attention_num_buckets=8, relative_attention_max_distance=6,
             decoder_start_token_id=0, attn_implementation=implementation,
         )  # fmt: skip
-        model = getattr(transformers, f"{family}ForConditionalGeneration")(config).double()
+        model = kind(config).double()
         assert model.config._attn_implementation == implementation
         model(input_ids=IDS, attention_mask=PADDED, labels=IDS[:, :5].contiguous()).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

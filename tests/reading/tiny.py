@@ -23,6 +23,9 @@ transformers = pytest.importorskip("transformers")
 # The keyword for a cache of keys and values, which has this name from transformers 5.24 on.
 _NAMES = inspect.signature(transformers.LlamaModel.forward).parameters
 CACHE = "cache" if "cache" in _NAMES else "past_key_values"
+# As methods and an argument of a Trainer begin; transformers 5.0 has the second name.
+_NEW = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")
+CHECKPOINTING = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
 CONFIG_MAPPING_NAMES = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
 MODEL_MAPPING_NAMES = transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES
