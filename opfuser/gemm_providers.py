@@ -18,6 +18,7 @@ Providers are:
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from .errors import ArgumentError, explain
 from .libraries import imported
-from .providers import Providers
 
 __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names", "register"]
 
@@ -117,12 +118,12 @@ class GemmProvider(NamedTuple):
     replayable: bool = False
 
 
-_providers: Providers[GemmProvider] = Providers("GEMM provider")
+_providers: dict[str, GemmProvider] = {}
 
 
 def names() -> list[str]:
     """Those that a recipe may choose."""
-    return _providers.names()
+    return ["torch", *_providers]
 
 
 def register(provider: GemmProvider) -> None:
@@ -134,7 +135,16 @@ def register(provider: GemmProvider) -> None:
     Raises:
         ArgumentError: there is one of that name.
     """
-    _providers.add(provider, "register")
+    if provider.name in names():
+        raise ArgumentError(
+            explain(
+                "The name of a GEMM provider is its own",
+                where="register",
+                received=repr(provider.name),
+                remedy="Register it once, under another name",
+            )
+        )
+    _providers[provider.name] = provider
 
 
 def find(name: str) -> GemmProvider | None:
@@ -146,7 +156,20 @@ def find(name: str) -> GemmProvider | None:
     Raises:
         ArgumentError: there is none.
     """
-    return _providers.find(name, "Recipe.gemm")
+    if name == "torch":
+        return None
+    found = _providers.get(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(str(name), names(), n=1)
+    raise ArgumentError(
+        explain(
+            f"A GEMM provider is one of {', '.join(names())}",
+            where="Recipe.gemm",
+            received=repr(name),
+            remedy=f"Did you mean {close[0]!r}?" if close else "Register it before",
+        )
+    )
 
 
 _BLOCK = ScalingType.BlockWise1x128
