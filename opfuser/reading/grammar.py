@@ -210,8 +210,9 @@ class _Grammar:
         out = []
         for call, x, result, arguments in calls_returning(self.values, passed):
             results = values_in(call.result)
-            alone = call.result is result and x.shape[:-1] == result.shape[:-1]
             returned = {v: (n, self.outputs[v]) for n, v in enumerate(results) if v in self.outputs}
+            of_rows = x.shape[:-1] == result.shape[:-1]
+            alone = call.result is result and of_rows and not returned
             op = Called(
                 call.path,
                 x.shape[-1],

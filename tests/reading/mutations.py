@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from opfuser.reading.construction import build
 from opfuser.reading.grammar import read
 from opfuser.reading.kept import KeptError
+from opfuser.reading.stand_ins import is_cache
 from opfuser.reading.tracer import trace
 
 from .recomputed import Example, assert_equal_steps, called_in
@@ -46,8 +48,7 @@ class _Mutating(TorchFunctionMode):
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        caller: Any = inspect.currentframe()
-        if caller.f_back.f_globals["__name__"] == "transformers.cache_utils":
+        if _is_in_a_cache(inspect.currentframe()):
             return result  # of which a trace knows the result alone
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, Tensor) or not (first.is_floating_point() and first.dim()):
@@ -57,6 +58,14 @@ class _Mutating(TorchFunctionMode):
             return result
         mutated = self.mutation(first)
         return mutated if first is result else (mutated, *result[1:])
+
+
+def _is_in_a_cache(frame: types.FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "update" and is_cache(frame.f_locals.get("self")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Mutant(nn.Module):

@@ -197,4 +197,5 @@ def _assert_close(what: str, got: Tensor, want: Tensor, rtol: float) -> None:
     if want.isnan().any():  # as of Longformer itself, in float64
         assert torch.equal(got.isnan(), want.isnan()), what
         got, want = got.nan_to_num(), want.nan_to_num()
-    assert (got - want).abs().max() <= rtol * want.abs().max().clamp(min=1e-3), what
+    if want.numel():  # some caches keep empty tensors, and some norms get no rows
+        assert (got - want).abs().max() <= rtol * want.abs().max().clamp(min=1e-3), what

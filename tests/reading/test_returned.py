@@ -91,6 +91,23 @@ def test_a_child_that_is_explained_is_called_for_what_else_it_returns() -> None:
     assert called_in(reading) == ["attention"]
 
 
+class Handed(nn.Module):
+    """Hands out all that a child returned, too, as the projection of features in Wav2Vec2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(x)
+        return self.up(y), y
+
+
+def test_the_only_result_of_a_child_is_an_output_too() -> None:
+    reading = assert_recomputed(_example(module=Handed()), whole=False)
+    assert (reading.outputs, called_in(reading)) == (2, ["norm"])
+
+
 class Twice(nn.Module):
     """Reads another tensor that a child returned, which the reader does not follow."""
 
