@@ -209,6 +209,8 @@ _SINGLE = {
     type: "type({}) is {}",
     DTYPE: "{}.dtype is {}",
     REQUIRES_GRAD: "{}.requires_grad is {}",
+    SHAPE: "{}.shape == {}",
+    CODE: "{}.__code__ is {}",
 }
 
 
