@@ -206,6 +206,9 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
     batch, heads, queries, head_dim = q.shape
     lengths = _lengths(queries, k.shape[2])
     biased = call.bias is not None
+    dropout = False
+    if call.dropout_p > 0:  # Dynamo may take the number, and so the comparison, for a symbol
+        dropout = True
     return Request(
         q.device,
         q.dtype,
@@ -222,7 +225,7 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         biased or (call.mask is not None and call.mask.dtype != torch.bool),
         call.slopes is not None,
         call.cu_seqlens is not None,
-        call.dropout_p > 0,
+        dropout,
         call.sinks is not None,
         biased,
         call.bias_grad,
