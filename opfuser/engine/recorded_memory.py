@@ -260,9 +260,6 @@ def _merged(calls: Sequence[Call]) -> Call:
     )
 
 
-_HAS_GRAPHS = torch.backends.cuda.is_built()
-
-
 class Scratch:
     """Small memory of a pass, kept from call to call.
 
@@ -280,7 +277,8 @@ class Scratch:
 
     def __call__(self, stream: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]:
         """The tensors, and the list to which they are appended at the end of the pass."""
-        if _HAS_GRAPHS and internals.cuda_captures():
+        # The default stream, 0, is never captured; where there is no driver, asking is an error.
+        if stream and internals.cuda_captures():
             return self._made(), []
         free = self._free.get(stream)
         if free is None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from opfuser import torch_internals
-from opfuser.engine import recorded_memory
 from opfuser.engine.recorded_memory import Allocation, Scratch
 from opfuser.recording import seen_whole, watching
 from tests.engine.test_recorder import straight
@@ -203,12 +202,11 @@ def test_calls_at_once_have_small_memory_of_their_own() -> None:
 
 def test_what_is_captured_has_small_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = [False]
-    monkeypatch.setattr(recorded_memory, "_HAS_GRAPHS", True)
     monkeypatch.setattr(torch_internals, "cuda_captures", lambda: captures[0])
     scratch = Scratch([Allocation((1,), (1,), torch.float32, HERE)])
 
     def use() -> Tensor:
-        (number,), free = scratch(0)
+        (number,), free = scratch(7)
         free.append((number,))
         return number
 
@@ -218,6 +216,15 @@ def test_what_is_captured_has_small_memory_of_its_own(monkeypatch: pytest.Monkey
     captures[0] = False
     assert use() is first
     assert len(set(map(id, [first, *captured]))) == 3
+
+
+def test_captures_are_not_asked_for_on_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises an error if it is built for CUDA and there is no driver."""
+    monkeypatch.setattr(torch_internals, "cuda_captures", lambda: pytest.fail("was asked for"))
+    scratch = Scratch([Allocation((1,), (1,), torch.float32, HERE)])
+    (number,), free = scratch(0)
+    free.append((number,))
+    assert scratch(0)[0][0] is number
 
 
 def test_small_memory_is_of_no_mode() -> None:
