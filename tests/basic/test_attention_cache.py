@@ -207,7 +207,7 @@ REFUSED = {
     "a kernel that cannot": Refused(
         NotSupportedError, "it runs on a GPU", arguments={"kernel": "flash"}
     ),
-    "a kernel that fails": Refused(RuntimeError, "out of memory", arguments={"kernel": "te"}),
+    "a kernel that fails": Refused(RuntimeError, "out of memory", arguments={"kernel": "failing"}),
 }
 
 
@@ -229,7 +229,8 @@ def test_a_refused_call_stores_nothing(
 ) -> None:
     """Neither the first one nor a later one; the call that the error asks for is as the whole."""
     case = REFUSED[name]
-    monkeypatch.setitem(KERNELS, "te", KERNELS["te"]._replace(refusal=lambda _: None, forward=fail))
+    failing = KERNELS["cpu"]._replace(refusal=lambda _: None, forward=fail)
+    monkeypatch.setitem(KERNELS, "failing", failing)  # behind one that takes every call
     x = torch.randn(2, 8, 48, dtype=torch.float64)
     op, refusing = (DotProductAttention(4, 2, **more) for more in ({}, case.arguments))
     cache, first = KVCache(max_length), KVCache(max_length)

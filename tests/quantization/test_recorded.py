@@ -428,7 +428,7 @@ def test_quantised_tensors_are_told(recipe: Recipe) -> None:
         assert told[pair.model] == told[pair.other]
 
 
-@pytest.mark.parametrize("recipe", list(RECIPES.values())[:4], ids=list(RECIPES)[:4])
+@pytest.mark.parametrize("recipe", list(RECIPES.values())[:3], ids=list(RECIPES)[:3])
 def test_weights_stored_in_fp8(recipe: Recipe) -> None:
     with opfuser.quantized_model_init(recipe=recipe):
         pair = Pair(swiglu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,9 +114,9 @@ def ship_products(rows: int, groups: int, k: int, n: int) -> None:
         y = empty(rows, n, dtype=dtype)
         name = f"{rows} in {groups}, {k} to {n} {kind} {dtype}"
 
-        def forward(a=a, b=b, s=a_scale, t=b_scale, dtype=dtype, split=split) -> object:  # type: ignore[no-untyped-def]
-            return rows_by_matrices(a, b, s, t, ends, dtype, split=split)
-
+        given: Any = {"ends": ends, "dtype": dtype, "split": split}
+        scales: Any = {"a_scale": a_scale, "b_scale": b_scale}
+        forward = partial(rows_by_matrices, a, b=b, **scales, **given)
         SHIPPED[name] = Shipped(forward, traffic(a, b, a_scale, b_scale, y))
         left_codes, right = empty(n, padded, dtype=left), empty(k, padded, dtype=E4M3)
         if blocks:
@@ -127,9 +128,8 @@ def ship_products(rows: int, groups: int, k: int, n: int) -> None:
             a_scale, b_scale = empty(groups * n, dtype=FP32), empty(groups * k, dtype=FP32)
         dw = empty(groups, n, k, dtype=dtype)
 
-        def wgrad(a=left_codes, b=right, s=a_scale, t=b_scale, dtype=dtype, split=split) -> object:  # type: ignore[no-untyped-def]
-            return columns_by_columns(a, b, s, t, ends, dtype, split=split)
-
+        scales = {"a_scale": a_scale, "b_scale": b_scale}
+        wgrad = partial(columns_by_columns, left_codes, b=right, **scales, **given)
         tensors = left_codes, right, a_scale, b_scale, dw
         SHIPPED[f"{name} wgrad"] = Shipped(wgrad, traffic(*tensors))
 
