@@ -58,6 +58,22 @@ def takes_scaled_grouped_mm(device: torch.device, *dtypes: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def _by_torch(
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    ends: Tensor,
+    dtype: torch.dtype,
+    split: bool,
+    out: Tensor | None,
+) -> Tensor:
+    """``a bᵀ`` of each group, by torch's grouped GEMM."""
+    assert internals.scaled_grouped_mm is not None
+    how = {"offs": ends, "out_dtype": dtype, "use_fast_accum": not split}
+    y = internals.scaled_grouped_mm(a, b.transpose(-2, -1), *scales, **how)
+    return y if out is None else out.copy_(y)
+
+
 def _launch_rows(
     a: Tensor,
     b: Tensor,
@@ -71,13 +87,8 @@ def _launch_rows(
     rows, depth = a.shape
     groups, features, _ = b.shape
     blocks = a_scale.dim() == 2
-    if not blocks and takes_scaled_grouped_mm(a.device, a.dtype, b.dtype, dtype) and rows:
-        assert internals.scaled_grouped_mm is not None
-        y = internals.scaled_grouped_mm(
-            a, b.transpose(1, 2), a_scale, b_scale, offs=ends[0],
-            out_dtype=dtype, use_fast_accum=not split,
-        )  # fmt: skip
-        return y if out is None else out.copy_(y)
+    if not blocks and rows and takes_scaled_grouped_mm(a.device, a.dtype, b.dtype, dtype):
+        return _by_torch(a, b, (a_scale, b_scale), ends[0], dtype, split, out)
     out = a.new_empty((rows, features), dtype=dtype) if out is None else out
     strides = b_scale.stride() if blocks else (0, 0, 0)
     ints = (rows, features, depth, groups, *b.stride()[:2], *strides)
@@ -101,12 +112,7 @@ def _launch_columns(
     (n, padded), k, groups = a.shape, len(b), ends.shape[1]
     blocks = a_scale.dim() == 2
     if not blocks and takes_scaled_grouped_mm(a.device, a.dtype, b.dtype, dtype):
-        assert internals.scaled_grouped_mm is not None
-        y = internals.scaled_grouped_mm(
-            a, b.t(), a_scale, b_scale, offs=ends[1],
-            out_dtype=dtype, use_fast_accum=not split,
-        )  # fmt: skip
-        return y if out is None else out.copy_(y)
+        return _by_torch(a, b, (a_scale, b_scale), ends[1], dtype, split, out)
     out = a.new_empty((groups, n, k), dtype=dtype) if out is None else out
     squares = blocks and b_scale.shape[1] != k
     tiles = groups * cdiv(n, _TILE) * cdiv(k, _columns_tile(blocks, squares))
