@@ -2,14 +2,18 @@
 
 What fails is printed at once and added to a file, with its traceback, by the process that collects
 the results, so that no name is lost with the summary. What has shown most faults on a GPU runs
-first, and nothing begins when the time is over: such tests are skipped, and say so. Files whose
-packages belong to the documentation or to a browser are left out; the header names them.
+first, and nothing begins when the time is over: such tests are skipped, and say so. A process in
+which an assertion or an access failed on the device can compute no more: it ends, another takes its
+place, and the test that was to be next there counts as failed. Files whose packages belong to the
+documentation or to a browser are left out; the header names them.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,10 @@ NEEDED = {
     "report/test_page_in_browser.py": "playwright",
 }
 TESTS = Path(__file__).parent
+# What torch says of a device that this process has lost.
+LOST = "device-side assert triggered", "an illegal memory access was encountered"
 _BEGAN = time.monotonic()
+_lost: list[str] = []  # tests that lost the device
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,6 +70,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if time.monotonic() - _BEGAN > item.config.getoption("seconds"):
         pytest.skip("no time was left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    done = yield
+    if _lost and hasattr(item.config, "workerinput"):
+        os._exit(1)
+    return done
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and any(message in report.longreprtext for message in LOST):
+        _lost.append(report.nodeid)
 
 
 class _Failures:

@@ -216,7 +216,10 @@ class RestoreTokens(BasicOperation):
         return _taken(grad_output, _source(ctx.saved_tensors[0], ctx.number)), [()], [(None,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return torch.cat([input_, torch.zeros_like(input_[:1])])[extra_inputs[0]]
+        rows = torch.cat([input_, input_.new_zeros(1, *input_.shape[1:])])
+        # Asked for one by one, a row that there is not is an IndexError on every device.
+        taken = [rows[slot] for slot in extra_inputs[0].tolist()]
+        return torch.stack(taken) if taken else input_[:0]
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
@@ -224,8 +227,9 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
     number = x.shape[0]
     if not number:
         return x.new_zeros(index.shape[0], *x.shape[1:])
-    missing = (index == number).view(-1, *[1] * (x.dim() - 1))
-    return x.index_select(0, index.clamp(max=number - 1)).masked_fill_(missing, 0)
+    missing = index == number
+    taken = x.index_select(0, index.masked_fill(missing, 0))
+    return taken.masked_fill_(missing.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def _source(slots: Tensor, number: int) -> Tensor:

@@ -99,6 +99,12 @@ def test_a_mixture_that_drops() -> None:
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
+def test_a_map_of_other_rows() -> None:
+    for row in (-1, 4):
+        with pytest.raises((RuntimeError, IndexError), match="out of range"):
+            RestoreTokens()(torch.ones(3, 2), torch.tensor([0, row]))
+
+
 def test_what_they_cannot_take() -> None:
     x, sizes = torch.ones(3, 2), torch.tensor([1, 2])
     for wrong in ((x[0], sizes), (x, sizes[:1]), (x, sizes, torch.ones(2))):

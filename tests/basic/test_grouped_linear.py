@@ -43,6 +43,8 @@ from tests.basic.values import check_values
 )
 def test_as_exact_as_torch(sizes: list[int], single: bool, mode: str, device: torch.device) -> None:
     op = grouped(
+        # Of few numbers plain torch may round all well by chance.
+        out_features=37,
         bias="no bias" not in mode,
         scale_bias="scaled bias" in mode,
         single_grouped_weight=single,

@@ -70,6 +70,16 @@ def test_each_failure_is_told_once(processes: int, tmp_path: Path) -> None:
     assert "nothing_of_that_name" in kept
 
 
+def test_a_process_that_has_lost_the_device_ends(tmp_path: Path) -> None:
+    lost = "def test_{}():\n    raise RuntimeError('CUDA error: device-side assert triggered')\n"
+    fine = "def test_c():\n    pass\n"
+    (tmp_path / "test_lost.py").write_text(lost.format("a") + lost.format("b") + fine)
+    printed, kept = run(tmp_path, "-n", "1")
+    assert kept.count("FAILED test_lost.py::test_a (call)") == 1
+    assert "crashed while running" in kept
+    assert "3 passed" in printed, "test_c, and two of test_some.py"
+
+
 def test_nothing_begins_when_the_time_is_over(tmp_path: Path) -> None:
     printed, kept = run(tmp_path, "--seconds", "0", "-rs")
     assert "3 skipped" in printed

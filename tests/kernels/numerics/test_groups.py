@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -226,27 +226,56 @@ def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -
             assert torch.equal(found[:, here], expected(block.t(), each[:, None], dtype))
 
 
-def of_rows(codes: Tensor, scale: Tensor) -> Tensor:
-    """Values of codes (M, K) with scales (M,), or (K / 128, M), in float64."""
-    values = codes.cpu().double()
-    if scale.dim() == 1:
-        return values * scale.cpu().double()[:, None]
-    return (values.unflatten(1, (-1, 128)) * scale.cpu().double().t()[:, :, None]).flatten(1)
+class Matrix(NamedTuple):
+    """Codes (M, K), and the scale of each in float64."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __getitem__(self, at: Any) -> Matrix:
+        return Matrix(self.codes[at], self.scales[at])
+
+    def values(self) -> Tensor:
+        return self.codes.cpu().double() * self.scales
+
+    def t(self) -> Matrix:
+        return Matrix(self.codes.t(), self.scales.t())
 
 
-def of_squares(codes: Tensor, scale: Tensor) -> Tensor:
-    """Values of codes (M, K) with scales (M / 128, at least K / 128), in float64."""
+def of_rows(codes: Tensor, scale: Tensor) -> Matrix:
+    """Codes (M, K) with scales (M,), or (K / 128, M)."""
+    each = scale.cpu().double()
+    each = each[:, None] if scale.dim() == 1 else each.t().repeat_interleave(128, 1)
+    return Matrix(codes, each.expand(codes.shape))
+
+
+def of_squares(codes: Tensor, scale: Tensor) -> Matrix:
+    """Codes (M, K) with scales (M / 128, at least K / 128)."""
     rows, cols = codes.shape[0] // 128, codes.shape[1] // 128
-    each = scale.cpu().double()[:rows, :cols].repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return codes.cpu().double() * each
+    each = scale.cpu().double()[:rows, :cols]
+    return Matrix(codes, each.repeat_interleave(128, 0).repeat_interleave(128, 1))
 
 
-def assert_product(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """Sums in fp32, rounded once."""
+def of_torch(left: Matrix, right: Matrix) -> Tensor:
+    """The product by torch's GEMM of the device, each 128 products scaled and added in float64."""
+    total, one = 0.0, torch.ones((), device=left.codes.device)
+    for at in range(0, left.codes.shape[1], 128):
+        a, b = left[:, at : at + 128], right[:, at : at + 128]
+        codes = a.codes.contiguous(), b.codes.contiguous().t()
+        part = torch._scaled_mm(*codes, one, one, out_dtype=torch.float32, use_fast_accum=False)
+        total = total + part.cpu().double() * a.scales[:, :1] * b.scales[:, :1].t()
+    return torch.as_tensor(total)
+
+
+def assert_product(got: Tensor, left: Matrix, right: Matrix, dtype: torch.dtype) -> None:
+    """Sums in fp32, rounded once; on a GPU as exact as its tensor cores add up."""
     assert got.dtype == dtype
+    want = left.values() @ right.values().t()
     eps = max(torch.finfo(dtype).eps, 2**-21)
-    scale = want.abs().max().item() if want.numel() else 1.0
-    torch.testing.assert_close(got.cpu().double(), want, rtol=eps, atol=eps * scale)
+    allowed = eps * (want.abs().max().item() if want.numel() else 1.0)
+    if got.is_cuda and want.numel() and left.codes.shape[1]:
+        allowed += 2 * (of_torch(left, right) - want).abs().max().item()
+    torch.testing.assert_close(got.cpu().double(), want, rtol=eps, atol=allowed)
 
 
 @each_routing
@@ -295,11 +324,11 @@ def test_products_of_vectors(
     assert (y.shape, dx.shape, dw.shape) == ((len(x), n), (len(x), k), (count, n, k))
     for g, (at, of_cols) in enumerate(bounds(sizes)):
         wg = of_rows(b[g], given[0][3][g])
-        assert_product(y[at], of_x[at] @ wg.t(), dtype)
-        assert_product(dx[at], of_dy[at] @ of_rows(bt[g], given[1][3][g]).t(), dtype)
+        assert_product(y[at], of_x[at], wg, dtype)
+        assert_product(dx[at], of_dy[at], of_rows(bt[g], given[1][3][g]), dtype)
         left = of_rows(dyq.cols[:, of_cols], dyq.col_scale.view(count, n)[g])  # type: ignore[index,union-attr]
         right = of_rows(xq.cols[:, of_cols], xq.col_scale.view(count, k)[g])  # type: ignore[index,union-attr]
-        assert_product(dw[g], left @ right.t(), dtype)
+        assert_product(dw[g], left, right, dtype)
 
 
 @each_routing
@@ -322,15 +351,15 @@ def test_products_of_blocks(sizes: list[int], squares: bool, device: torch.devic
     of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)
     for g, (at, padded) in enumerate(bounds(sizes)):
         wg = of_squares(b[g], scale[g])
-        assert_product(y[at], of_x[at] @ wg.t(), dtype)
-        assert_product(dx[at], of_dy[at] @ wg, dtype)
+        assert_product(y[at], of_x[at], wg, dtype)
+        assert_product(dx[at], of_dy[at], wg.t(), dtype)
         blocks = slice(padded.start // 128, padded.stop // 128)
         left = of_rows(dyq.cols[:, padded], dyq.col_scale[blocks])
         if squares:
             right = of_squares(xq.cols[:, padded], xq.col_scale[:, blocks])
         else:
             right = of_rows(xq.cols[:, padded], xq.col_scale[blocks])
-        assert_product(dw[g], left @ right.t(), dtype)
+        assert_product(dw[g], left, right, dtype)
 
 
 def test_results_in_given_memory(device: torch.device) -> None:
