@@ -118,8 +118,9 @@ def test_strided_and_expanded_tensors(device: torch.device) -> None:
     mask = torch.rand(4, 9, 2, device=device)[..., 0] < 0.5
     grads = [dw.expand(4, 9, 2), torch.tensor(0.3, device=device)]
     want = ours(op, x, mask.contiguous(), [g.contiguous() for g in grads])
-    for got, expected in zip(ours(op, wide, mask, grads), want):
-        assert torch.equal(got, expected)
+    # A GPU adds up in another order where elements are not side by side.
+    for got, expected in zip(ours(op, wide, mask, grads), want, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", ["softmax", "DeepSeek-V3"])
