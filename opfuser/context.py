@@ -99,7 +99,7 @@ class _NothingSaved(tuple[Any, ...]):
 
 
 class _NotKept(tuple[Any, ...]):
-    """Likewise."""
+    """An empty tuple that refuses to be unpacked: parameters were not kept."""
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise ParametersNotKeptError(

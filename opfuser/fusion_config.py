@@ -94,7 +94,7 @@ class FusionConfig:
         return {setting.fusion for setting in self.settings}.union(*self.orders)
 
     def globs(self) -> list[str]:
-        """Those of its overrides, in order."""
+        """Globs of its overrides, in order."""
         return list(dict.fromkeys(s.glob for s in self.settings if s.glob))
 
     def followed_by(self, other: FusionConfig) -> FusionConfig:

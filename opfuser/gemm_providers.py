@@ -1,4 +1,4 @@
-"""Who multiplies quantised operands: torch, or another library that a recipe chooses by name.
+"""Libraries that multiply quantised operands: torch, or one that a recipe chooses by name.
 
 A provider decides by what a plan knows, a :class:`Gemm`, so that plans can say who multiplies what
 and why not; products that it refuses are torch's, and no provider multiplies groups of rows.
@@ -60,7 +60,7 @@ class Gemm(NamedTuple):
 
 
 class GemmChoice(NamedTuple):
-    """Who computes a product that a recipe wants computed by another than torch.
+    """A product that a recipe wants another library than torch to compute.
 
     Attributes:
         product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
@@ -122,7 +122,7 @@ _providers: dict[str, GemmProvider] = {}
 
 
 def names() -> list[str]:
-    """Those that a recipe may choose."""
+    """Names of the providers that a recipe may choose."""
     return ["torch", *_providers]
 
 

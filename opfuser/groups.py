@@ -87,7 +87,7 @@ class NestedSequential(TracedCalls, Tracked):
         raise NotImplementedError
 
     def connect(self, crossing: Channels, outer: NestedSequential) -> None:
-        """Told that it is a module of ``outer``, from and to which channels cross its border."""
+        """Makes it a module of ``outer``, and connects the channels that cross its border."""
         raise NotImplementedError
 
     def resolved_routes(self) -> Routes:

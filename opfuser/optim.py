@@ -270,7 +270,7 @@ class MasterWeights(Optimizer):
             )
 
     def _started(self) -> list[Pair]:
-        """Those whose masters the state has, after their first update."""
+        """Pairs whose masters the state has, after their first update."""
         none: dict[str, Any] = {}
         return [
             pair

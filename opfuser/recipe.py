@@ -68,7 +68,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Of one GEMM.
+    """Parameters of one GEMM.
 
     Attributes:
         use_split_accumulator: add up in fp32 after every 128 products. Without it the GPU keeps
@@ -476,17 +476,17 @@ class NVFP4BlockScaling(Recipe):
 
     @property
     def fp4_quant_fwd_inp(self) -> QParams:
-        """Of inputs."""
+        """Parameters for inputs."""
         return QParams(random_hadamard_transform=not self.disable_rht)
 
     @property
     def fp4_quant_fwd_weight(self) -> QParams:
-        """Of weights."""
+        """Parameters for weights."""
         return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
 
     @property
     def fp4_quant_bwd_grad(self) -> QParams:
-        """Of gradients of outputs."""
+        """Parameters for gradients of outputs."""
         return QParams(
             random_hadamard_transform=not self.disable_rht,
             stochastic_rounding=not self.disable_stochastic_rounding,

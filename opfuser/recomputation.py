@@ -99,7 +99,7 @@ def _hooked() -> Iterator[Part]:
 
 
 def _hooks() -> list[_Hooks]:
-    """Of saved tensors in this thread, the innermost first."""
+    """Hooks of saved tensors in this thread, the innermost first."""
     found: list[_Hooks] = []
     try:
         # torch shows the innermost alone.

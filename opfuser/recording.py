@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Assumptions:
-    """Of one recorded pass.
+    """Assumptions of one recorded pass.
 
     Attributes:
         seen: what was read, and how to read it again.
@@ -62,7 +62,7 @@ class Assumptions:
 
 
 class Watcher(Protocol):
-    """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
+    """An observer that notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
     def note_whole(
         self,
@@ -97,7 +97,7 @@ class _State(threading.local):
 
 
 class _Watching(threading.local):
-    """Who notes the calls of this thread."""
+    """The observers of the calls of this thread."""
 
     watcher: Watcher | None = None
 

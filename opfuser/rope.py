@@ -205,7 +205,7 @@ class Frequencies(NamedTuple):
     length: int | None = None
 
     def of_length(self, length: int) -> Frequencies:
-        """Those of a sequence of so many tokens."""
+        """Frequencies of a sequence of so many tokens."""
         counted = None if self.scaling is None else self.scaling.counted_length(length)
         return self if counted is None else self._replace(length=counted)
 
@@ -226,7 +226,7 @@ class Frequencies(NamedTuple):
         return _KINDS[scaling.rope_type].tensor(scaling, powers, self)
 
     def tensor_of_host(self, like: Tensor) -> Tensor:
-        """Those that a CPU computes, on the device and in the dtype of ``like``.
+        """Frequencies that a CPU computes, on the device and in the dtype of ``like``.
 
         Powers of a GPU differ in the last bits, which far positions multiply. Where every token of
         a decoding step has frequencies of its own they are the GPU's: this is 60 launches.
@@ -361,7 +361,7 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _sequence(name: str, value: Any, where: str) -> Iterable[Any]:
-    """Those of a sequence or of a tensor, which must be on a device that has values."""
+    """Entries of a sequence or tensor, which must be on a device that has values."""
     if isinstance(value, Tensor) and not value.is_meta and value.dim() == 1:
         value = value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, (str, Tensor)):

@@ -258,7 +258,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def foreign_forward(module: nn.Module) -> str:
-    """That something else has set a forward of the module's own, and which; empty if not."""
+    """Names what else has set a forward of the module's own; empty if nothing has."""
     own = module.__dict__.get("forward")
     if (
         own is None

@@ -61,7 +61,7 @@ class Head:
 
     @classmethod
     def of(cls, reading: Reading, module: nn.Module) -> Head | None:
-        """That of a module; None if it does not end in a linear operation."""
+        """Returns the head of a module; None if it does not end in a linear operation."""
         *before, last = reading.operations
         if not isinstance(last, Linear) or last.transposed:
             return None

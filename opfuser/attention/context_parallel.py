@@ -71,7 +71,7 @@ class Attended(NamedTuple):
     heads: Heads
 
     def gradients(self, dy: Tensor) -> Iterable[Tensor]:
-        """Those of the heads, for that of the output.
+        """Returns the gradients of the heads, given that of the output.
 
         Raises:
             NotSupportedError: backward runs outside of ``context_parallel``.

@@ -46,7 +46,7 @@ def trouble() -> str | None:
 
 
 def _versions() -> tuple[int, int]:
-    """Those that torch was built with, and that was loaded: major * 10000 + minor * 100 + patch."""
+    """The cuDNN built for and the one loaded: major * 10000 + minor * 100 + patch."""
     built = internals.cudnn_built()
     loaded = internals.cudnn_loaded()
     return tuple(a * 10000 + b * 100 + c for a, b, c in (built, loaded))

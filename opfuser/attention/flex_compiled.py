@@ -105,7 +105,7 @@ def _kind_of(x: Heads, call: Call, form: Form) -> _Kind:
 
 
 def _strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
-    """Of heads (B, H, S, D) that lie in rows (B, S, width)."""
+    """Strides of heads (B, H, S, D) that lie in rows (B, S, width)."""
     return shape[2] * width, shape[3], width, 1
 
 

@@ -65,7 +65,7 @@ class AttentionSettings(NamedTuple):
 
 
 class Keywords(NamedTuple):
-    """Those of a call."""
+    """Keywords of a call."""
 
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -304,7 +304,7 @@ def call_of(
 
 
 def _slopes(q: Tensor, settings: AttentionSettings) -> Tensor:
-    """Those of ALiBi, as wide as the scores."""
+    """Slopes of ALiBi, as wide as the scores."""
     return alibi_slopes(settings.num_heads, q.device, wide_dtype(q.dtype))
 
 

@@ -22,7 +22,7 @@ _written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def note_forward() -> None:
-    """Told by a forward, so that a backward pass is known as a part of the one that it ran in.
+    """Notes a forward, so that a backward pass is known as a part of the one that it ran in.
 
     A reentrant checkpoint recomputes the forward within a backward pass, and then starts another
     one, of which autograd does not tell where it belongs.

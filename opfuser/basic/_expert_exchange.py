@@ -23,7 +23,7 @@ _DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dt
 
 
 class Route(NamedTuple):
-    """Who sends which rows to whom.
+    """Which rows each rank sends to which.
 
     Attributes:
         row_order: (S,), for each row, sorted by expert, its place in the order of arrival.

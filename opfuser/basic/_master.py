@@ -69,7 +69,7 @@ class Pair:
         return self.linear is not None and self.linear.weight is not self.param
 
     def values(self) -> Tensor:
-        """Those of the parameter, in fp32."""
+        """Values of the parameter, in fp32."""
         if self.linear is None:
             return self.param.detach().float()
         return self.linear.read_weight(torch.float32)

@@ -128,7 +128,7 @@ class OfProjections(BasicOperation):
         ]
 
     def columns(self) -> list[slice]:
-        """Of the output, those of each projection."""
+        """Columns of the output that belong to each projection."""
         stop, found = 0, []
         for size in self.sizes:
             found.append(slice(stop, stop + size))
@@ -136,7 +136,7 @@ class OfProjections(BasicOperation):
         return found
 
     def parameter_not_registered(self, name: str) -> nn.Parameter:
-        """That of a projection where it is parametrised; raises ArgumentError otherwise."""
+        """A projection's parameter where it is parametrised; raises ArgumentError otherwise."""
         module = self._modules[name]
         value = getattr(module, self.parameter, None) if isinstance(module, nn.Linear) else None
         if value is not None:

@@ -80,7 +80,7 @@ def recipe_refusal(
 def choices_of(
     env: Env, features: tuple[int, int], own: torch.dtype, *, into_main_grad: bool
 ) -> Iterable[GemmChoice]:
-    """Who computes the products of an operation in a call with a recipe.
+    """The libraries that compute the products of an operation in a call with a recipe.
 
     Args:
         env: of the call.

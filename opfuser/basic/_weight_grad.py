@@ -67,7 +67,7 @@ class Product(NamedTuple):
         gemm.wgrad_into(out, self.dy, self.x, accumulate=accumulate, scale=self.scale)
 
     def transposed(self) -> Product:
-        """That of a weight that is stored as its transpose: ``s xᵀ dy``, in x's dtype."""
+        """The product for a weight that is stored as its transpose: ``s xᵀ dy``, in x's dtype."""
         return Product(self.x, cast(self.dy, self.x.dtype), self.scale)
 
 
@@ -85,7 +85,7 @@ class Computed(NamedTuple):
         out.add_(self.dw) if accumulate else out.copy_(self.dw)
 
     def transposed(self) -> Computed:
-        """That of a weight that is stored as its transpose."""
+        """The product for a weight that is stored as its transpose."""
         return Computed(self.dw.t())
 
 
@@ -115,7 +115,7 @@ class ScaledProduct(NamedTuple):
         Computed(scaled_wgrad(self.dy, self.x, how)).write(out, accumulate=accumulate)
 
     def transposed(self) -> Computed:
-        """That of a weight that is stored as its transpose."""
+        """The product for a weight that is stored as its transpose."""
         return Computed(self.value().t())
 
 

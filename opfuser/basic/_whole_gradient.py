@@ -28,7 +28,7 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _State:
-        """That of now."""
+        """Reads the present state of a tensor."""
         return cls(TensorWeakRef(tensor), tensor._version)
 
     def is_that_of(self, tensor: Tensor | None) -> bool:

@@ -189,7 +189,7 @@ class Embedding(BasicOperation):
     def _slice_grad(
         self, dy: Tensor, indices: Tensor, padding: int, own: VocabularySlice
     ) -> Tensor:
-        """Of this rank's rows."""
+        """Returns the gradient of this rank's rows."""
         if self.sequence_parallel:
             dy = gather(dy, own.group, self.sequence_dim)
         rows, foreign = _local_rows(indices, own)

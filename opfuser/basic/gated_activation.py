@@ -54,7 +54,7 @@ class _GatedActivation(BasicOperation):
         self.glu_interleave_size = glu_interleave_size
 
     def make_functions(self) -> gated.Functions:
-        """Those of gates and linear units, with the attributes of now as their constants."""
+        """Functions of gates and linear units, with the present attributes as their constants."""
         raise NotImplementedError
 
     def make_settings(self) -> _GatedActivation.Settings:

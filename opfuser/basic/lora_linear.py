@@ -369,5 +369,5 @@ class LoRALinear(LinearOperation):
 
 
 def names_of(adapter: LoRAAdapter) -> tuple[str, str]:
-    """Those of the parameters A and B."""
+    """Names of the parameters A and B."""
     return f"lora_A_{adapter.name}", f"lora_B_{adapter.name}"

@@ -53,7 +53,7 @@ class LocalPlace(NamedTuple):
 
 
 def local_places(slots: Sequence[tuple[nn.Module, str]]) -> list[LocalPlace]:
-    """Those of the parameters of which modules say in ``local_parts`` that they are DTensors."""
+    """Places of parameters that modules declare in ``local_parts`` to be DTensors."""
     found = []
     for module, name in slots:
         how = module.__dict__.get("local_parts", {}).get(name)

@@ -217,7 +217,7 @@ def _emission(verification: Verification | None) -> Emission:
 
 
 def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
-    """That of a call with this input, unless the like of it was verified before."""
+    """Returns the verification of this call, or None if an equal call was verified before."""
     kind = x.dim(), tape is None
     if program.verified is None or kind in program.verified:
         return None

@@ -308,7 +308,7 @@ _WAYS = {
 
 
 def needs_of(step: Step, needs: Needs) -> Needs:
-    """Those of the operations of a step."""
+    """The needs of the operations of a step."""
     return tuple(needs[i] for i in step.indices)
 
 

@@ -178,7 +178,7 @@ def _kind(plan: Plan, at: int) -> tuple[str, type]:
 
 
 def _last_kind(plan: Plan, near: NearMiss) -> tuple[str, type]:
-    """Of the last operation that fitted."""
+    """Name and type of the last operation that fitted."""
     return _kind(plan, near.start + near.matched - 1)
 
 

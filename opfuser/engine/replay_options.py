@@ -41,7 +41,7 @@ class ReplayOptions:
 
     @property
     def share(self) -> float:
-        """Of the memory of a device, what recordings may take."""
+        """The share of a device's memory that recordings may take."""
         if self.memory is not None:
             return self.memory
         return 0.5 if self.mode == "on" else 0.05

@@ -169,7 +169,7 @@ def extra_outputs(op: BasicOperation) -> tuple[ExtraOutput, ...]:
 
 
 def _members(groups: Sequence[RoutedGroup]) -> list[list[_Member]]:
-    """Those of each group; operations are counted over all groups."""
+    """Members of each group; operations are counted over all groups."""
     out: list[list[_Member]] = []
     count = 0
     for group in groups:
@@ -276,7 +276,7 @@ def _crosses(channel: str | None, names: frozenset[str]) -> bool:
 
 
 class _Links(NamedTuple):
-    """Who reads what: by slots of members."""
+    """Readers and what they read, by slots of members."""
 
     feeds: dict[Slot, Slot]
     readers: dict[Slot, list[int]]

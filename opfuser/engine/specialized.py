@@ -163,7 +163,7 @@ class Specialization:
 
 
 class Specializations:
-    """Those of one program.
+    """The recorded calls of one program.
 
     Attributes:
         found: the one that was used last comes first.
@@ -291,7 +291,7 @@ class Specializations:
         return Recorder(code, steps, {"x": x, **given}, theirs, named)
 
     def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of what :meth:`kept` has returned, what passes only read."""
+        """The tensors returned by :meth:`kept` that passes only read."""
         return kept if self.quantized is None else kept[: len(kept) - self.quantized.count]
 
     def add(

@@ -29,7 +29,7 @@ __all__ = ["Verification"]
 
 
 class Verification:
-    """That of one call.
+    """The verification of one call.
 
     Args:
         program: of the call.

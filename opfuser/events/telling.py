@@ -1,4 +1,4 @@
-"""Who is told of events, and how."""
+"""Subscribers to events, and how events reach them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 
 class _State:
-    """Who is told; replaced as a whole, so that telling needs no lock."""
+    """The subscribers; replaced as a whole, so that dispatch needs no lock."""
 
     subscriptions: tuple[Subscription, ...] = ()
     generation = 0
@@ -190,7 +190,7 @@ class EventLog(Sequence[Event]):
             return self._count - len(self._events)
 
     def of(self, *kinds: type[_Kind]) -> list[_Kind]:
-        """Those of some kinds.
+        """Returns the events of some kinds.
 
         Args:
             *kinds: classes of events.

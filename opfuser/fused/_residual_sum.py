@@ -1,4 +1,4 @@
-"""Who adds a residual: the GEMM before the sum, the norm behind it, a chain, or the sum itself.
+"""What adds a residual: the GEMM before the sum, the norm after it, a chain, or the sum itself.
 
 Where A is the size of the sum, sum and norm move 4A in one kernel of a GPU and 5A apart; a CPU has
 no such kernel. A GEMM that starts from the residual moves no more than it does without, if it may

@@ -39,7 +39,7 @@ def _groups(w: LowRank) -> list[list[Adapter]]:
 
 
 def _columns(t: Tensor, a: Adapter) -> Tensor:
-    """Those that an adapter belongs to, of rows."""
+    """Columns of rows that belong to an adapter."""
     size = a.b.shape[0]
     return t if size == t.shape[1] else t.narrow(1, a.start, size)
 

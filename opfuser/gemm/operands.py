@@ -46,7 +46,7 @@ class Stacked(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices."""
+        """The dtype of the matrices."""
         return self.matrices[0].dtype
 
     @property
@@ -103,7 +103,7 @@ class LowRank(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of W."""
+        """The dtype of W."""
         assert self.base is not None
         return self.base.dtype
 

@@ -100,7 +100,7 @@ class _Fused:
         return {name: value for name, value in self.__dict__.items() if name != "_built"}
 
     def _sequences(self, x: Tensor) -> tuple[Sequential, ...]:
-        """Those that compute a call with ``x``; none if torchtitan's own forward does."""
+        """The sequences that compute a call with ``x``; none if torchtitan's own forward does."""
         if torch.compiler.is_compiling():
             return ()
         built: _Built | None = self.__dict__.get("_built")
@@ -187,7 +187,7 @@ class FusedFeedForward(_Fused, FeedForward):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):  # type: ignore[misc]
-        """That of ``FeedForward``."""
+        """Configuration of ``FeedForward``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what the module does; x is (..., dim)."""
@@ -214,7 +214,7 @@ class FusedTransformerBlock(_Fused, Llama3TransformerBlock):  # type: ignore[mis
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3TransformerBlock.Config):  # type: ignore[misc]
-        """That of ``Llama3TransformerBlock``."""
+        """Configuration of ``Llama3TransformerBlock``."""
 
     def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
         """Returns what the layer does; x is (batch, sequence, dim)."""

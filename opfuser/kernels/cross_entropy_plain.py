@@ -82,7 +82,7 @@ class Terms(NamedTuple):
 
 
 class RowLosses(NamedTuple):
-    """Of each row (rows,), in fp32 or wider: the loss, the largest logit m and ``Σ exp(x - m)``."""
+    """Per row (rows,), in fp32 or wider: the loss, the largest logit m and ``Σ exp(x - m)``."""
 
     loss: Tensor
     row_max: Tensor

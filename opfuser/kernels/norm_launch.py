@@ -72,7 +72,7 @@ class WholeRows:
     max_warps: int = 16
 
     def tile(self, cols: int, elements: int) -> Tile:
-        """That of rows of ``cols`` columns, so many elements per thread."""
+        """The tile for rows of ``cols`` columns, with so many elements per thread."""
         cols = 1 << (cols - 1).bit_length()
         rows = max(1, 32 * self.min_warps * elements // cols)
         return Tile(rows, cols, min(self.max_warps, rows * cols // (32 * elements)))
@@ -139,7 +139,7 @@ WIDE = WideRule()
 
 
 def forward_tile(cols: int, with_mean: bool, alone: bool) -> Tile:
-    """Of whole rows in forward; ``alone``: without a residual."""
+    """The tile of whole rows in forward; ``alone``: without a residual."""
     many = alone and cols >= (FORWARD.many_from_with_mean if with_mean else FORWARD.many_from)
     return WHOLE_ROWS.tile(cols, FORWARD.many_elements if many else WHOLE_ROWS.elements)
 
@@ -156,7 +156,7 @@ def _forward_launch(cols: int, zero_centered: bool, with_mean: bool, alone: bool
 
 
 def chain_forward_launch(stages: tuple[Any, ...], cols: int, zero_centered: bool) -> RowLaunch:
-    """That of a norm after a chain of stages."""
+    """The launch of a norm after a chain of stages."""
     # Random numbers come in fours and eights.
     rows, block_cols, warps = WHOLE_ROWS.tile(max(8, cols), WHOLE_ROWS.elements)
     constants = {

@@ -82,7 +82,7 @@ class ScaleKind(NamedTuple):
     power_of_two: bool
 
     def constants(self, prefix: str = "") -> dict[str, bool]:
-        """Of a launch."""
+        """Constants of a launch."""
         return {
             f"{prefix}E5M2": self.dtype == torch.float8_e5m2,
             f"{prefix}MEASURED": self.measured,
@@ -91,7 +91,7 @@ class ScaleKind(NamedTuple):
 
 
 def scale_kind(scaling: Scaling) -> ScaleKind:
-    """That of a scaling."""
+    """The kind of a scaling."""
     if isinstance(scaling, TensorScaling):
         return ScaleKind(scaling.dtype, False, False)
     return ScaleKind(scaling.dtype, isinstance(scaling, MeasuredScaling), scaling.power_of_two)

@@ -85,7 +85,7 @@ def _launch_gradient(
 
 
 class _Targets(NamedTuple):
-    """Of each row, (rows, 1): whether it counts, whether its target is here, and which column."""
+    """Per row, (rows, 1): whether it counts, whether its target is here, and which column."""
 
     counts: Tensor
     here: Tensor
@@ -160,7 +160,7 @@ def _traced_gradient(
 
 
 class _Factors(NamedTuple):
-    """Of each row, (rows, 1): the gradient is ``exp(x - m) p_scale - ε scale / classes``.
+    """Factors per row, (rows, 1): the gradient is ``exp(x - m) p_scale - ε scale / classes``.
 
     At the column of the target, ``at_target`` is added to it.
     """

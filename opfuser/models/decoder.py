@@ -70,7 +70,7 @@ def _block(config: DecoderConfig, *ops: nn.Module, in_features: int, bias: bool)
 
 
 def _std_of_sums(config: DecoderConfig) -> float:
-    """Of the initial weights of a linear whose output is added to the residual stream."""
+    """Deviation of the initial weights of a linear whose output joins the residual stream."""
     return config.init_std / math.sqrt(2 * config.num_layers)
 
 

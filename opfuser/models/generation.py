@@ -175,7 +175,7 @@ def _parts(model: Sequential, names: list[str]) -> _Parts:
 def _op_kwargs(
     decoder: _Decoder, positions: Tensor | None, mask: Tensor | None, length: int
 ) -> _Keywords:
-    """Those of a call after which the caches hold ``length`` positions."""
+    """Keywords of a call after which the caches hold ``length`` positions."""
     shared = {} if mask is None else {"mask": mask}
     found: _Keywords = {op: {"cache": cache, **shared} for op, cache in decoder.caches.items()}
     for op in decoder.positional if positions is not None else ():

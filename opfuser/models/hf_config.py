@@ -39,12 +39,12 @@ def decoder_arguments(config: Any) -> dict[str, Any]:
 
 
 def encoder_arguments(config: Any) -> dict[str, Any]:
-    """Those of the ``EncoderConfig``, likewise."""
+    """Arguments of the ``EncoderConfig`` for a configuration of Hugging Face."""
     return _arguments(config, _ENCODERS, "EncoderConfig")
 
 
 def image_encoder_arguments(config: Any) -> dict[str, Any]:
-    """Those of the ``ImageEncoderConfig``, likewise."""
+    """Arguments of the ``ImageEncoderConfig`` for a configuration of Hugging Face."""
     return _arguments(config, _IMAGE_ENCODERS, "ImageEncoderConfig")
 
 

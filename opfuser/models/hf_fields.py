@@ -47,7 +47,7 @@ def rope(config: Any, base: float) -> dict[str, Any]:
 
 
 def one_window(config: Any) -> int | None:
-    """That of all layers, whatever their types are."""
+    """The window of all layers, whatever their types are."""
     window = config.sliding_window
     return None if window is None else _window(config)
 

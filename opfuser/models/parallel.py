@@ -203,7 +203,7 @@ def _changes(block: Sequential, over: Over) -> Iterator[Change]:
 
 
 def _changes_in_place(op: nn.Module, inside: bool, over: Over) -> Iterator[Change]:
-    """Those of an operation that stays, inside a block or between blocks."""
+    """Changes of an operation that stays, inside a block or between blocks."""
     if type(op) in (RMSNorm, LayerNorm) and not inside:
         yield partial(replicate, op, over, LocalPart(sums=over.sequence))
     elif type(op) is PositionEmbedding and not over.sequence:

@@ -340,7 +340,7 @@ def _ends(units: Iterable[_Unit], names: str) -> Iterator[_Ends]:
 
 
 def _operations(module: nn.Module) -> list[BasicOperation]:
-    """Those that exchange tensors through channels with others outside of ``module``."""
+    """Operations that exchange tensors through channels with others outside of ``module``."""
     if isinstance(module, Sequential) and _is_open(module):
         return [op for inner, _ in flatten(module) for op in _parts(inner)]
     return _parts(module)
@@ -385,7 +385,7 @@ def _modules(model: Sequential, parts: Sequence[Sequence[_Unit]]) -> list[StageM
 def _crossings(
     parts: Sequence[Sequence[_Unit]],
 ) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """Of each stage, the channels that it feeds for later ones, and those that it sends on."""
+    """Per stage, the channels that it feeds for later ones, and those that it sends on."""
     made = [{end.key: end for end in _ends(units, "_extra_output_channels")} for units in parts]
     last: dict[str, int] = {}  # the last stage that reads a channel
     for n, units in enumerate(parts):

@@ -85,7 +85,7 @@ def shard_layers(model: Model, *, expert_mesh: DeviceMesh | None = None, **argum
 
 
 def _experts_of(module: nn.Module) -> list[GroupedLinear]:
-    """Those that are distributed over ranks with batches of their own."""
+    """Experts that are distributed over ranks with batches of their own."""
     return [
         op
         for op in module.modules()

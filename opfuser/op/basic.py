@@ -137,7 +137,7 @@ class BasicOperation(FusibleOperation):
         return None
 
     def gemm_choices(self, env: Any) -> Iterable[GemmChoice]:
-        """Who computes its quantised products, if the recipe of ``env`` names other than torch."""
+        """Libraries for its quantised products, if the recipe of ``env`` names other than torch."""
         return ()
 
     def holds_data(self, n: int) -> bool:
@@ -233,7 +233,7 @@ class BasicOperation(FusibleOperation):
         return None
 
     def extra_output_dtypes(self, dtypes: Dtypes) -> Sequence[torch.dtype]:
-        """Those of the extra outputs; by default the input's."""
+        """Dtypes of the extra outputs; by default the input's."""
         return (dtypes.input,) * self.num_extra_outputs
 
     @_with_any_keywords

@@ -133,7 +133,7 @@ class FusibleOperation(TracedCalls, Tracked):
         return None
 
     def takes_quantized_grad(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
-        """That of the gradient of the output which backward takes, likewise."""
+        """The ``Quantizer`` of the output's gradient that backward takes; None: a tensor."""
         return None
 
     def quantized_edges(self, env: Any, needs: Sequence[GradNeeds | None]) -> Sequence[Any]:

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Checkpointed:
-    """Of a part of a model that is computed again.
+    """What was quantised in a part of a model that is computed again.
 
     Attributes:
         region: in which it was entered.
@@ -37,7 +37,7 @@ class Checkpointed:
         self._taken: dict[tuple[int, int], int] = {}
 
     def next_scale(self, key: tuple[int, int], time: object) -> Tensor | None:
-        """That of the same call of the forward; None: no call has had such a tensor.
+        """The scale of the same call of the forward; None: no call has had such a tensor.
 
         Args:
             key: as of :attr:`scales`.
@@ -95,7 +95,7 @@ def note_scale(state: int, role: int, scale: Tensor) -> None:
 
 
 def forward_of(part: Part) -> Checkpointed | None:
-    """Of what is computed again; None if nothing of it was quantised."""
+    """The record of a part that is computed again; None if nothing of it was quantised."""
     return _known.get(part.key)
 
 

@@ -1,4 +1,4 @@
-"""Who computes the products of a quantised operation, and how."""
+"""Products of quantised operations, and the libraries that compute them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def gemm_choices(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
 ) -> Iterator[GemmChoice]:
-    """Who computes the products of an operation, where the recipe names another than torch.
+    """The libraries for an operation's products, where the recipe names others than torch.
 
     Args:
         recipe: of the call.

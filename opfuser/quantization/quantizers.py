@@ -78,7 +78,7 @@ class QuantizedTensor(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Of the codes."""
+        """The device of the codes."""
         codes = self.codes.rows if self.codes.cols is None else self.codes.cols
         assert codes is not None
         return codes.device
@@ -271,7 +271,7 @@ class OperandQuantizer(NamedTuple):
         rows: bool,
         cols: bool,
     ) -> Codes:
-        """Of groups, as :meth:`quantize_groups` lays them out.
+        """Codes of the weights of groups, as :meth:`quantize_groups` lays them out.
 
         Args as of :meth:`weight`; weights of all groups, (G, N, K) or G of them, and the parameters
         that they come from.
@@ -376,7 +376,7 @@ class Quantizer(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """The dtype of the codes."""
         return self.operands.recipe.dtype(self.role)
 
     @property
@@ -546,7 +546,7 @@ _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; asking torch takes 20 us on a slow host."""
+    """Compute capability of a GPU; asking torch takes 20 us on a slow host."""
     found = _capabilities.get(device)
     if found is None:
         found = torch.cuda.get_device_capability(device)

@@ -141,7 +141,7 @@ class QuantizationState(nn.Module):
 
     @property
     def length(self) -> int:
-        """Of the history."""
+        """Length of the history."""
         return self.amax_history.shape[0]
 
     def knows(self, role: str) -> bool:
@@ -198,7 +198,7 @@ class QuantizationState(nn.Module):
         return TensorScaling(scale, recipe.dtype(role), parts.amax[number])
 
     def _ratio(self, number: int, recipe: DelayedScaling) -> float:
-        """Of the scale that a role has by a recipe to that by the last one."""
+        """Ratio of the scale of a role by a recipe to that by the last one."""
         last, role = self.recipe, ROLES[number]
         if last is None:
             return 1.0
@@ -238,7 +238,7 @@ class QuantizationState(nn.Module):
         return self._current_parts().amax[_NUMBERS[role]]
 
     def _current_parts(self) -> _Parts:
-        """Of the buffers as they are; the same ones as long as nobody replaces a buffer."""
+        """The buffers by their parts; the same object as long as nobody replaces a buffer."""
         parts, buffers, recipe = self._parts, self._buffers, self.recipe
         if (
             parts is None
@@ -612,7 +612,7 @@ def _tell_first_rank(op: nn.Module) -> None:
 
 
 class _Members(NamedTuple):
-    """Of a group: the states that have ever agreed in it, and where they do."""
+    """Members of a group: the states that have ever agreed in it, and where they do."""
 
     states: int
     device: torch.device

@@ -99,7 +99,7 @@ def _unpickled(extra: Any) -> Any:
 
 
 class _Half(NamedTuple):
-    """Of forward or of backward: scale (n,), history (L, n), and how scales come from it."""
+    """One pass, forward or backward: scale (n,), history (L, n), and how scales come from it."""
 
     scale: Tensor
     history: Tensor
@@ -161,7 +161,7 @@ def _half(part: Any, name: str) -> _Half | None:
 
 
 def _largest(stated: Any) -> tuple[float, float]:
-    """Of forward and backward; the default is HYBRID there too."""
+    """Largest values of forward and backward; the default is HYBRID, as in te."""
     args: tuple[Any, ...] = getattr(stated, "args", ())
     if args and isinstance(args[0], str) and args[0] in Format.__members__:
         return Format[args[0]].value.max_fwd, Format[args[0]].value.max_bwd

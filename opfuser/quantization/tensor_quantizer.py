@@ -34,7 +34,7 @@ class TensorQuantizer(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """The dtype of the codes."""
         return self.recipe.dtype(self.role)
 
     @property

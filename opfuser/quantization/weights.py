@@ -158,7 +158,7 @@ def format_of_new_weight(rows: int, cols: int, dtype: torch.dtype) -> WeightForm
 
 
 def recipe_of_new_weights() -> Recipe | None:
-    """That of the :func:`quantized_model_init` that the caller is in."""
+    """The recipe of the enclosing :func:`quantized_model_init`."""
     init = _init.get()
     return None if init is None else init.recipe
 

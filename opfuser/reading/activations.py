@@ -49,7 +49,7 @@ class ActivationFound(NamedTuple):
 
 
 def activations_in(values: Values, product: Product) -> Iterator[ActivationFound]:
-    """Those among the factors of a product."""
+    """Activations among the factors of a product."""
     if product.inverse_roots:
         return
     for factor in dict.fromkeys(product.values):

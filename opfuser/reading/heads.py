@@ -64,7 +64,7 @@ class HeadsFound:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """That of the entries of each head, if it is another than the module's."""
+        """Order of the entries of each head, if it is another than the module's."""
         return next((step.order for step in self.steps if isinstance(step, Turn)), ())
 
 

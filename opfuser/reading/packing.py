@@ -18,7 +18,7 @@ __all__ = ["distinct", "gathered", "packed", "shared_steps", "side_by_side", "si
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
-    """Of the columns (heads, entries) of queries, keys and values."""
+    """Sizes of the columns (heads, entries) of queries, keys and values."""
     heads = Heads(len(q), len(k), q.shape[1], v.shape[1])
     if len(k) != len(v) or heads.queries % heads.keys or k.shape[1] != heads.size:
         raise KeptError("has numbers or sizes of heads that do not fit")

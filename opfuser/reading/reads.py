@@ -198,7 +198,7 @@ def _attribute(name: _Name, kind: type, attribute: str, value: Any) -> str:
 
 
 def _same_as(name: _Name, found: str, value: Any, compared: str) -> str:
-    """That what was found is a value: scalars, most of which are the same object, by `same`."""
+    """Text that tests whether what was found is a value; most scalars are the same object."""
     if is_scalar(value):
         return f"((v := {found}) is {name(value)} or same(v, {name(value)}))"
     return f"{found} {compared} {name(value)}"

@@ -131,7 +131,7 @@ class Traffic(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        """Of both passes."""
+        """Counts of both passes."""
         return total(step.counts for step in (*self.forward, *self.backward))
 
     @property
@@ -155,12 +155,12 @@ class ModelTraffic(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        """Of the whole model, in both passes."""
+        """Sum over the whole model, in both passes."""
         return total(t.counts for t in self.sequences.values()).plus(self.elsewhere)
 
     @property
     def totals(self) -> Totals:
-        """Of the whole model."""
+        """Sum over the whole model."""
         return Totals(*self.counts, self.saved_bytes, self.elsewhere)
 
     def only(self, *paths: str) -> ModelTraffic:
@@ -317,7 +317,7 @@ def _watched(sequences: Sequence[tuple[str, Sequential]], model: nn.Module) -> I
 
 
 def _programs(sequence: Sequential) -> Iterator[Program]:
-    """Those that the last call followed, in the order in which its plan joins their plans."""
+    """Programs that the last call followed, in the order in which its plan joins their plans."""
     for group in sequence._groups:
         callee = group.callee
         fusers: list[Any] = []

@@ -93,7 +93,7 @@ class Part:
         return None
 
     def saved_dtype(self, ctxs: Contexts) -> torch.dtype | None:
-        """Of the codes by rows that forward saves in place of its input; None: a tensor."""
+        """Dtype of row codes that forward saves in place of its input; None: it saves a tensor."""
         return None
 
     def forward(

@@ -78,7 +78,7 @@ def _norms(options: Any, features: int, device: Device, dtype: Dtype) -> dict[st
 
 
 def linear_keywords(options: Any, device: Device, dtype: Dtype) -> dict[str, Any]:
-    """Of the linear operations, from the fields ``bias`` and ``fuse_wgrad_accumulation``."""
+    """Keywords of linear operations, from the fields ``bias`` and ``fuse_wgrad_accumulation``."""
     return {
         "bias": options.bias,
         "device": device,
@@ -120,7 +120,7 @@ def projection(
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions(Options):
-    """Of ``te.Linear``: the sequence ``linear``, :math:`y = x W^T + b`.
+    """Options of ``te.Linear``: the sequence ``linear``, :math:`y = x W^T + b`.
 
     With ``parameters_split``, a tuple of names (without the ``_`` at their ends, which are no part
     of the parameters' names there) and rows, it is a :class:`opfuser.MergedLinear`.
@@ -164,7 +164,7 @@ class LinearOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNormLinearOptions(LinearOptions):
-    """Of ``te.LayerNormLinear``: the sequence ``norm``, ``linear``.
+    """Options of ``te.LayerNormLinear``: the sequence ``norm``, ``linear``.
 
     With ``return_layernorm_output`` the output of the norm is an extra output behind y.
     """
@@ -188,7 +188,7 @@ class LayerNormLinearOptions(LinearOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNormMLPOptions(Options):
-    """Of ``te.LayerNormMLP``: the sequence ``norm``, ``fc1``, ``activation``, ``fc2``.
+    """Options of ``te.LayerNormMLP``: the sequence ``norm``, ``fc1``, ``activation``, ``fc2``.
 
     With ``return_layernorm_output`` the output of the norm is an extra output behind y. With
     ``checkpoint`` a fused block saves its input alone: ``recompute_mlp`` of the activation.
@@ -266,7 +266,7 @@ class LayerNormMLPOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedLinearOptions(Options):
-    """Of ``te.GroupedLinear``: the sequence ``linear``, called with x and the split sizes.
+    """Options of ``te.GroupedLinear``: the sequence ``linear``, called with x and the split sizes.
 
     The sizes, ``m_splits`` there, are the extra input, a tensor of integers.
     """

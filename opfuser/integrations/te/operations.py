@@ -200,7 +200,7 @@ def from_te_operation(op: Any) -> nn.Module:
 
 
 def to_te_operation(op: FusibleOperation, classes: Any, channel: Callable[[str], str]) -> Any:
-    """That of te.ops in place of an operation, with its parameters and channels.
+    """Makes the operation of te.ops for one of opfuser, with its parameters and channels.
 
     Args:
         op: the operation.

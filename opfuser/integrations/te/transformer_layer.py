@@ -63,7 +63,7 @@ _OF_MLP = (
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerLayerOptions(Options):
-    """Of ``te.TransformerLayer``: the sequence ``attention``, ``mlp`` and, if asked for, ``norm``.
+    """Options of ``te.TransformerLayer``: the sequence ``attention``, ``mlp`` and perhaps ``norm``.
 
     The layer's input and output have the layout ``attn_input_format``; only around attention are
     sequence and batch swapped. Heads that are interleaved (``qkv_weight_interleaved=True``) are

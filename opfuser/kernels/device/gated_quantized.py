@@ -258,7 +258,7 @@ def _two_rows(
 
 @triton.jit
 def _sizes(da0, da1, db0, db1, h0, h1, UP: tl.constexpr):
-    """Of dx and of h, the larger ones of two rows."""
+    """Largest magnitudes of dx and of h, over two rows."""
     dx_sizes = larger(tl.abs(da0), tl.abs(da1))
     if UP is not None:
         dx_sizes = larger(dx_sizes, larger(tl.abs(db0), tl.abs(db1)))
@@ -282,7 +282,7 @@ def _input_scales(
     scale_ptr, tile_row, tile_col, apart, F, RP, row,
     UP: tl.constexpr, INTERLEAVE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's gates, and of its linear units; where x is no codes, rows, which no one reads."""
+    """Scales of a tile's gates and of its linear units; unused rows where x is no codes."""
     a0, a1, a2, a3 = row, row, row, row
     b0, b1, b2, b3 = row, row, row, row
     if scale_ptr is not None:

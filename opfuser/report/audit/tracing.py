@@ -56,12 +56,12 @@ class Place(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Of the statement."""
+        """File of the statement."""
         return self.stack[0][0] if self.stack else ""
 
     @property
     def line(self) -> int:
-        """Of the statement."""
+        """Line of the statement."""
         return self.stack[0][1] if self.stack else 0
 
 
