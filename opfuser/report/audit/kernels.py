@@ -170,7 +170,7 @@ _PLACES = ("torch.nn.functional", "opfuser", "Liger-Kernel 0.8.5", "quack 0.6.5"
 
 
 def advice(kind: str, gradient: bool) -> tuple[str, Recommendation]:
-    """Who has the kernel to use, and what to do.
+    """The package that has the kernel to use, and what to do.
 
     A kernel that cannot train is none where gradients are needed; then a new one is due.
 
