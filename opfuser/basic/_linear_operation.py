@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._distributed import LinearSharding, gather_input, reduce_input_grad
 
@@ -155,11 +155,9 @@ class LinearOperation(BasicOperation):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def _refuse_input(self, x: Tensor) -> NoReturn:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be in_features",
-                where=self._where(),
-                received=f"shape {tuple(x.shape)}",
-                remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
-            )
+        raise InputError.explained(
+            "The last dimension of the input must be in_features",
+            where=self._where(),
+            received=f"shape {tuple(x.shape)}",
+            remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..kernels import functions
 from ..kernels.activation import activation_dx, activation_forward
 from ..kernels.scalar import FunctionSpec, ScalarFunction, grad_input, reuse, rounded_once
@@ -113,10 +113,8 @@ class GELU(_Activation):
     def make_function(self) -> ScalarFunction:
         approximate = self.approximate
         if approximate not in ("tanh", "none"):
-            raise ArgumentError(
-                explain(
-                    "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
-                )
+            raise ArgumentError.explained(
+                "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
             )
         return functions.GeluTanh() if approximate == "tanh" else functions.GeluErf()
 
@@ -248,8 +246,8 @@ class Softplus(_Activation):
 
     def make_function(self) -> ScalarFunction:
         if self.beta == 0:
-            raise ArgumentError(
-                explain("beta must not be zero", where="Softplus", received=f"beta={self.beta}")
+            raise ArgumentError.explained(
+                "beta must not be zero", where="Softplus", received=f"beta={self.beta}"
             )
         return _SoftplusFunction(self.beta, self.threshold)
 

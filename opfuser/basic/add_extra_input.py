@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["AddExtraInput"]
@@ -69,12 +69,10 @@ class AddExtraInput(BasicOperation):
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (extra,) = extra_inputs
         if input_.shape != extra.shape:
-            raise InputError(
-                explain(
-                    "Input and extra input must have the same shape",
-                    where="AddExtraInput",
-                    received=f"input {tuple(input_.shape)}, extra input {tuple(extra.shape)}",
-                    remedy="Expand or reshape the extra input before the call",
-                )
+            raise InputError.explained(
+                "Input and extra input must have the same shape",
+                where="AddExtraInput",
+                received=f"input {tuple(input_.shape)}, extra input {tuple(extra.shape)}",
+                remedy="Expand or reshape the extra input before the call",
             )
         return input_ + extra

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from ..op import OperationContext
 from ._collective import Collective
 from ._distributed import all_reduce, group_size
@@ -35,13 +35,11 @@ class AllReduce(Collective):
         self, process_group: dist.ProcessGroup | None = None, reduce_in_backward: bool = True
     ) -> None:
         if reduce_in_backward is not True:
-            raise NotSupportedError(
-                explain(
-                    "reduce_in_backward must be True: backward passes on gradients, which are "
-                    "identical on all ranks",
-                    where=type(self).__name__,
-                    received=repr(reduce_in_backward),
-                )
+            raise NotSupportedError.explained(
+                "reduce_in_backward must be True: backward passes on gradients, which are "
+                "identical on all ranks",
+                where=type(self).__name__,
+                received=repr(reduce_in_backward),
             )
         super().__init__(process_group)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..op import Dtypes
 from ._collective import Collective
 from ._distributed import group_size, refuse_reference
@@ -83,13 +83,11 @@ class Dispatch(Collective):
             self.num_extra_inputs, self.num_extra_outputs = 1, 3
         super().__init__(process_group)
         if num_experts < 1 or num_experts % group_size(process_group):
-            raise ArgumentError(
-                explain(
-                    "The experts must be a positive multiple of the ranks",
-                    where="Dispatch",
-                    received=f"num_experts={num_experts}, {group_size(process_group)} ranks",
-                    remedy="Use a group whose size divides them",
-                )
+            raise ArgumentError.explained(
+                "The experts must be a positive multiple of the ranks",
+                where="Dispatch",
+                received=f"num_experts={num_experts}, {group_size(process_group)} ranks",
+                remedy="Use a group whose size divides them",
             )
         self.num_experts = num_experts
         self.weighted = weighted
@@ -167,7 +165,7 @@ class Dispatch(Collective):
             received += str(split_sizes.dtype)
             if weights is not None:
                 received += f", weights {tuple(weights.shape)}"
-            raise InputError(explain(invariant, where="Dispatch", received=received))
+            raise InputError.explained(invariant, where="Dispatch", received=received)
 
     def extra_repr(self) -> str:
         text = f"num_experts={self.num_experts}, {super().extra_repr()}"

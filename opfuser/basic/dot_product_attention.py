@@ -34,7 +34,7 @@ from ..context import (
     ForwardArguments,
     ForwardResult,
 )
-from ..errors import ArgumentError, OpKwargsError, explain
+from ..errors import ArgumentError, OpKwargsError
 from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
 from ..kernels.scalar import cast
@@ -190,12 +190,10 @@ class DotProductAttention(BasicOperation):
         if sinks:
             dtype = dtype or torch.get_default_dtype()
             if dtype not in COMPUTE_DTYPES:
-                raise ArgumentError(
-                    explain(
-                        "Sinks are float16, bfloat16, float32 or float64",
-                        where="DotProductAttention",
-                        received=f"dtype={dtype}",
-                    )
+                raise ArgumentError.explained(
+                    "Sinks are float16, bfloat16, float32 or float64",
+                    where="DotProductAttention",
+                    received=f"dtype={dtype}",
                 )
             parameter = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.register_parameter("sinks", parameter)
@@ -396,12 +394,10 @@ class DotProductAttention(BasicOperation):
         keywords = given["basic_op_kwargs"][0]
         unknown = sorted(set(keywords) - set(inputs.Keywords._fields))
         if unknown:
-            raise OpKwargsError(
-                explain(
-                    "op_kwargs may only hold keywords that the operation's forward takes",
-                    where="DotProductAttention",
-                    received=", ".join(unknown),
-                )
+            raise OpKwargsError.explained(
+                "op_kwargs may only hold keywords that the operation's forward takes",
+                where="DotProductAttention",
+                received=", ".join(unknown),
             )
         if not self.num_extra_inputs:
             return super().fuser_forward(basic_op_ctxs, input_, **given)

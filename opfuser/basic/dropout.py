@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..kernels.pointwise import draw_seed, draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext
@@ -57,8 +57,8 @@ class Dropout(BasicOperation):
     def make_settings(self) -> Dropout.Settings:
         p = real_number(self.dropout_probability, "p", "Dropout")
         if not 0.0 <= p <= 1.0:
-            raise ArgumentError(
-                explain("p must be between 0 and 1", where="Dropout", received=f"p={p}")
+            raise ArgumentError.explained(
+                "p must be between 0 and 1", where="Dropout", received=f"p={p}"
             )
         return self.Settings(p if self.training else 0.0)
 

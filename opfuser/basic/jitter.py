@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..context import COMPUTE_DTYPES, refuse_dtype
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..op import BasicOperation, OperationContext
 from ._numbers import real_number
 
@@ -49,8 +49,8 @@ class Jitter(BasicOperation):
     def make_settings(self) -> Jitter.Settings:
         eps = real_number(self.jitter_eps, "eps", "Jitter")
         if not 0.0 <= eps <= 1.0:
-            raise ArgumentError(
-                explain("eps must be between 0 and 1", where="Jitter", received=f"eps={eps}")
+            raise ArgumentError.explained(
+                "eps must be between 0 and 1", where="Jitter", received=f"eps={eps}"
             )
         return self.Settings(eps if self.training else 0.0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
 from ..kernels.row_map_plain import inverse, picked, tokens
 from ..op import BasicOperation, Dtypes
@@ -74,12 +74,10 @@ class Permute(BasicOperation):
 
     def make_settings(self) -> Permute.Settings:
         if self.num_experts < 1:
-            raise ArgumentError(
-                explain(
-                    "num_experts must be positive",
-                    where="Permute",
-                    received=f"num_experts={self.num_experts}",
-                )
+            raise ArgumentError.explained(
+                "num_experts must be positive",
+                where="Permute",
+                received=f"num_experts={self.num_experts}",
             )
         return self.Settings(self.num_experts)
 
@@ -163,4 +161,4 @@ def _check(x: Tensor, indices: Tensor, weights: Tensor | None) -> None:
         received = f"input {tuple(x.shape)}, indices {tuple(indices.shape)} of {indices.dtype}"
         if weights is not None:
             received += f", weights {tuple(weights.shape)}"
-        raise InputError(explain(invariant, where="Permute", received=received))
+        raise InputError.explained(invariant, where="Permute", received=received)

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..kernels import functions
 from ..kernels.capped_functions import SoftCappedSquaredRelu
 from ..kernels.gated import (
@@ -139,14 +139,12 @@ class _ScaledActivation(BasicOperation):
             gated.check_glu_input(function, input_, where)
         leading = input_.shape[:-1]
         if not input_.dim() or scales.shape not in (leading, (*leading, 1)):
-            raise InputError(
-                explain(
-                    "The scales must have the input's shape without its last dimension, or with "
-                    "1 in its place",
-                    where=where,
-                    received=f"input {tuple(input_.shape)}, scales {tuple(scales.shape)}",
-                    remedy="Pass one scale per row",
-                )
+            raise InputError.explained(
+                "The scales must have the input's shape without its last dimension, or with "
+                "1 in its place",
+                where=where,
+                received=f"input {tuple(input_.shape)}, scales {tuple(scales.shape)}",
+                remedy="Pass one scale per row",
             )
 
 
@@ -302,12 +300,10 @@ class ScaledTanhSReLU(_ScaledActivation):
     def make_function(self) -> ScalarFunction:
         cap = self.tanh_clamp_scale
         if not 0 < cap < math.inf:
-            raise ArgumentError(
-                explain(
-                    "tanh_clamp_scale must be finite and positive",
-                    where=type(self).__name__,
-                    received=f"tanh_clamp_scale={cap}",
-                    remedy="Use ScaledSReLU for no cap",
-                )
+            raise ArgumentError.explained(
+                "tanh_clamp_scale must be finite and positive",
+                where=type(self).__name__,
+                received=f"tanh_clamp_scale={cap}",
+                remedy="Use ScaledSReLU for no cap",
             )
         return SoftCappedSquaredRelu(cap)

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, explain
+from ..errors import InputError
 from ..kernels.row_map import copy_to_rows, sum_of_rows, sum_of_rows_grads
 from ..op import BasicOperation
 
@@ -108,4 +108,4 @@ def _check(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
         received = f"input {tuple(rows.shape)}, row map {tuple(row_map.shape)} of {row_map.dtype}"
         if weights is not None:
             received += f", weights {tuple(weights.shape)}"
-        raise InputError(explain(invariant, where="Unpermute", received=received))
+        raise InputError.explained(invariant, where="Unpermute", received=received)

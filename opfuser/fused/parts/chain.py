@@ -15,7 +15,7 @@ from ...basic.constant_scale import ConstantScale
 from ...basic.dropout import Dropout
 from ...basic.pointwise import PointwiseOperation
 from ...context import COMPUTE_DTYPES, Contexts, ExtraTensors, autocast_dtype, refuse_dtype
-from ...errors import NotSupportedError, explain
+from ...errors import NotSupportedError
 from ...fusion import Env, Refusal
 from ...kernels.functions import Scale
 from ...kernels.launch import INTERPRETED
@@ -111,7 +111,7 @@ class ChainPart(Part):
     def __init__(self, ops: Sequence[FusibleOperation], where: str) -> None:
         no = _refusal(ops)
         if no is not None:
-            raise NotSupportedError(explain(no.detail, where=where))
+            raise NotSupportedError.explained(no.detail, where=where)
         self.ops = cast("tuple[BasicOperation, ...]", tuple(ops))
         self._layouts = _Layouts(self.ops)
 
