@@ -16,11 +16,12 @@ __all__ = [
     "BackwardResult",
     "Contexts",
     "Dtypes",
-    "ExtraTensors",
+    "Extras",
     "ForwardArguments",
     "ForwardResult",
     "GradNeeds",
     "OperationContext",
+    "OperationGrads",
     "TensorFacts",
     "any_autocast",
     "autocast_dtype",
@@ -178,8 +179,8 @@ class OperationContext:
 
 # Types of te.ops' fuser_forward and fuser_backward. Lists have one entry per basic operation.
 Contexts: TypeAlias = list[OperationContext]
-ExtraTensors: TypeAlias = Sequence[Sequence[Tensor | None]]
-ForwardResult: TypeAlias = tuple[Tensor, ExtraTensors]
+Extras: TypeAlias = Sequence[Sequence[Tensor | None]]
+ForwardResult: TypeAlias = tuple[Tensor, Extras]
 """Output, extra outputs."""
 BackwardResult: TypeAlias = tuple[
     Tensor | None,
@@ -187,12 +188,14 @@ BackwardResult: TypeAlias = tuple[
     Sequence[Sequence[Tensor | None] | None],
 ]
 """Gradients of the input, of parameters, of extra inputs."""
+OperationGrads: TypeAlias = tuple[Tensor | None, tuple[Tensor | None, ...]]
+"""What ``op_backward`` returns: gradients of the input, and of the parameters."""
 
 
 class ForwardArguments(TypedDict):
     """The keywords of ``fuser_forward``, which are always given."""
 
-    basic_op_extra_inputs: ExtraTensors
+    basic_op_extra_inputs: Extras
     prev_op_grad_output_quantizer: Any | None
     next_op_input_quantizer: Any | None
     basic_op_kwargs: list[dict[str, Any]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import InputError
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 from ._distributed import LinearSharding, gather_input, reduce_input_grad
 
 __all__ = ["LinearOperation"]
@@ -137,9 +137,7 @@ class LinearOperation(BasicOperation):
     ) -> Tensor:
         return gemm.forward(*self.operands(ctx, input_))
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         x = ctx.saved_tensors[0]
         dx, sharding = None, self.sharding
         parallel = sharding.mode is not None

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..kernels import functions
 from ..kernels.activation import activation_dx, activation_forward
 from ..kernels.scalar import FunctionSpec, ScalarFunction, grad_input, reuse, rounded_once
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
 
@@ -68,9 +68,7 @@ class _Activation(BasicOperation):
         y: Tensor = activation_forward(x, function, None)
         return y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         assert ctx.saved_tensors is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation
 from ._dtypes import check_parameter_dtype
@@ -87,11 +87,7 @@ class AddEmbedding(BasicOperation):
         return self.reference(input_, indices), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
         (indices,) = ctx.saved_tensors

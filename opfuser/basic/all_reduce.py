@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import NotSupportedError
-from ..op import OperationContext
+from ..op import OperationContext, OperationGrads
 from ._collective import Collective
 from ._distributed import all_reduce, group_size
 
@@ -55,7 +55,5 @@ class AllReduce(Collective):
             return input_
         return all_reduce(input_, self.process_group)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return grad_output, ()

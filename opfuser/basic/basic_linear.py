@@ -17,7 +17,7 @@ from ..context import COMPUTE_DTYPES
 from ..errors import ArgumentError, NotSupportedError
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
-from ..op import Dtypes, OperationContext
+from ..op import Dtypes, OperationContext, OperationGrads
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..quantization.weights import layout_refusal, stored_in
@@ -313,9 +313,7 @@ class BasicLinear(StoresWeight):
             remedy="Assign a parameter to weight before the call",
         )
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         x, w = ctx.saved_tensors
         if self.weight_transposed and w is not None:
             (w,) = self.read_weights(ctx, (w,))

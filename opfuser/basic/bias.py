@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError, InputError
 from ..gemm import Weight
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ..tracing import each_column
 from ._distributed import GroupRef, group_size
 from ._dtypes import check_parameter_dtype
@@ -152,9 +152,7 @@ class Bias(BasicOperation):
             remedy=f"Pass a tensor of shape (..., {self.local_size})",
         )
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         needs_dx, needs_db, _ = ctx.needs
         dx = grad_output if needs_dx else None
         if not needs_db:

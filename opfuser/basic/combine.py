@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import InputError
 from ._collective import Collective
 from ._distributed import group_size, refuse_reference
@@ -63,11 +63,7 @@ class Combine(Collective):
         return send_back(input_, Route(row_order, rank_sizes), group), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx, group = basic_op_ctxs[0], self.process_group
         dx = grad_output if ctx.needs.input else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels.cross_entropy import (
     RowLosses,
@@ -206,11 +206,7 @@ class CrossEntropy(BasicOperation):
         return loss.view_as(targets) if reduction == "none" else loss, [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..op import Dtypes
 from ._collective import Collective
@@ -132,7 +132,7 @@ class Dispatch(Collective):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         ctx, group = basic_op_ctxs[0], self.process_group
         d_weights = (*basic_op_grad_extra_outputs[0], None, None, None, None)[3]

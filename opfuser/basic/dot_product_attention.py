@@ -30,7 +30,7 @@ from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
 )
@@ -38,7 +38,14 @@ from ..errors import ArgumentError, OpKwargsError
 from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
 from ..kernels.scalar import cast
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype, in_compute_dtype
+from ..op import (
+    BasicOperation,
+    Dtypes,
+    OperationContext,
+    OperationGrads,
+    compute_dtype,
+    in_compute_dtype,
+)
 from ..recording import leave
 from ..tracing import exporting, functional, joined_columns, stands_in, transforms_active
 from . import _attention_inputs as inputs
@@ -329,9 +336,7 @@ class DotProductAttention(BasicOperation):
             ctx.save_for_backward(*saved, *kept, *(None,) * 4)
         return attended.output.detach().transpose(1, 2).flatten(2)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         settings: AttentionSettings = self.frozen_settings(ctx)
         nothing = (None,) * settings.has_sinks
         if not ctx.needs.input and not any(ctx.needs.parameters):
@@ -427,11 +432,7 @@ class DotProductAttention(BasicOperation):
         return inputs.heads_of(q, k, v, settings), (q, k, v)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         if not self.num_extra_inputs:
             given: Any = {"basic_op_grad_extra_outputs": basic_op_grad_extra_outputs}

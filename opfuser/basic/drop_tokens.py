@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 
@@ -112,7 +112,7 @@ class DropTokens(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         (slots,), needs = ctx.saved_tensors, ctx.needs
@@ -197,11 +197,7 @@ class RestoreTokens(BasicOperation):
         return _taken(input_, slots), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..errors import ArgumentError
 from ..kernels.pointwise import draw_seed, draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
 __all__ = ["Dropout"]
@@ -82,9 +82,7 @@ class Dropout(BasicOperation):
             ctx.save_for_backward(*self.Saved(mask))
         return output
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         assert ctx.saved_tensors is not None
         (mask,) = ctx.saved_tensors
         if mask is None or not ctx.needs.input:

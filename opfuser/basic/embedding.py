@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 from ._distributed import (
     VocabularySlice,
     all_reduce,
@@ -164,9 +164,7 @@ class Embedding(BasicOperation):
             return reduce_scatter(part, own.group, self.sequence_dim)
         return all_reduce(part, own.group, reuse=True)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[None, tuple[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.parameters[0]:
             return None, (None,)
         assert ctx.saved_tensors is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import functions
 from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_spec
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from . import _gated_math as gated
 
 __all__ = [
@@ -80,9 +80,7 @@ class _GatedActivation(BasicOperation):
         y: Tensor = gated_forward(x, product, None)
         return y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         assert ctx.saved_tensors is not None

@@ -15,7 +15,7 @@ from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     autocast_dtype,
@@ -402,11 +402,7 @@ class GroupedLinear(BasicOperation):
         return biases[0] if self.single_grouped_bias else torch.stack(list(biases))
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         return self.backward_by(PLAIN, basic_op_ctxs[0], grad_output)
 

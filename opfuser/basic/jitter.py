@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
 __all__ = ["Jitter"]
@@ -70,9 +70,7 @@ class Jitter(BasicOperation):
             ctx.save_for_backward(*self.Saved(noise))
         return input_ if noise is None else (input_ * noise).to(input_.dtype)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         (noise,) = ctx.saved_tensors
         if not ctx.needs.input:
             return None, ()

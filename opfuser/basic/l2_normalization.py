@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError, NotSupportedError
 from ..kernels.norm import norm_backward, norm_forward
 from ..kernels.scalar import wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ._norms import check_eps, side_by_side
 
 __all__ = ["L2Normalization"]
@@ -95,9 +95,7 @@ class L2Normalization(BasicOperation):
             ctx.save_for_backward(*self.Saved(x, rnorm))
         return y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         assert ctx.saved_tensors is not None

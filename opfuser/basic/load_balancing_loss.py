@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 
@@ -105,7 +105,7 @@ class LoadBalancingLoss(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         (coefficient,) = self.frozen_settings(ctx)

@@ -13,7 +13,7 @@ from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError, InputError
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
-from ..op import OperationContext
+from ..op import OperationContext, OperationGrads
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..tracing import columns, functional, joined_columns
@@ -298,9 +298,7 @@ class MergedBias(OfProjections):
         ]
         return tuple([share if need else None for share, need in zip(shares, needed)])
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         needed = ctx.needs.parameters
         dx = grad_output if ctx.needs.input else None
         if True not in needed:

@@ -16,7 +16,7 @@ from ..kernels.norm_quantized import (
     norm_forward_quantized,
 )
 from ..kernels.quantize import Codes, MeasuredScaling, Scaling
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from ._dtypes import check_parameter_dtype
 from ._norms import (
@@ -184,9 +184,7 @@ class Norm(BasicOperation):
         else:
             ctx.save_for_backward(x, mean, rstd)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         dx, grads, _ = self.gradients(ctx, grad_output, None)
         return dx, grads
 

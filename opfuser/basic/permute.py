@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
 from ..kernels.row_map_plain import inverse, picked, tokens
@@ -118,11 +118,7 @@ class Permute(BasicOperation):
         return rows
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         row_map, needs = ctx.saved_tensors[0], ctx.needs

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, MissingImplementationError
 from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..torch_internals import constant_result
 from ..tracing import stands_in
 from ._numbers import real_number
@@ -152,9 +152,7 @@ class PointwiseOperation(BasicOperation):
             return _TorchForm(self).value(x)  # so that value() may keep something on self
         return _chain(type(self).device_function, constants).forward(x, (None,), (x.dtype,)).y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         assert ctx.saved_tensors is not None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention.context_parallel import refuse_counted_positions
 from ..errors import ArgumentError, InputError
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._dtypes import check_parameter_dtype
 
 __all__ = ["PositionEmbedding"]
@@ -90,9 +90,7 @@ class PositionEmbedding(BasicOperation):
             ctx.save_for_backward(*self.Saved(positions))
         return self.reference(input_, positions=positions)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         (positions,) = ctx.saved_tensors
         dx = grad_output if ctx.needs.input else None
         if not ctx.needs.parameters[0]:

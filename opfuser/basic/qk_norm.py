@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, InputError
 from ..kernels.rotary import Rotation, qk_norm, qk_norm_backward
 from ..kernels.scalar import wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import check_eps
 
@@ -145,9 +145,7 @@ class QKNorm(BasicOperation):
             ctx.save_for_backward(*self.Saved(x, rstd))
         return y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return self.gradients(ctx, grad_output, None)
 
     def gradients(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, InputError
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 
 __all__ = ["Reshape"]
 
@@ -68,9 +68,7 @@ class Reshape(BasicOperation):
             ctx.input_shape = input_.shape
         return self._reshape(input_, *self.frozen_settings(ctx))
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return (grad_output.reshape(ctx.input_shape) if ctx.needs.input else None), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -12,7 +12,7 @@ from ..attention.context_parallel import refuse_counted_positions
 from ..errors import ArgumentError, ArgumentTypeError, InputError
 from ..kernels.rotary import Rotation, rotary
 from ..kernels.scalar import wide_dtype
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ..rope import Frequencies, RopeScaling
 from ..rope_configuration import field_of, read_configuration
 from ._rotary_tables import RotaryTables, pairs_of_rows
@@ -293,9 +293,7 @@ class RotaryEmbedding(BasicOperation):
             settings = ctx.settings = settings._replace(length=length)
         return settings
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         settings = self.frozen_settings(ctx)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels import functions
 from ..kernels.capped_functions import SoftCappedSquaredRelu
@@ -85,11 +85,7 @@ class _ScaledActivation(BasicOperation):
         return gated_forward(x, product, scales), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not (ctx.needs.input or ctx.needs.extra_inputs[0]):

@@ -14,7 +14,7 @@ from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     refuse_dtype,
@@ -247,11 +247,7 @@ class TopKRouter(BasicOperation):
         return RouterLosses(self.aux_loss, self.z_loss, self.balance_terms)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from ..attention.call import Heads
 from ..basic._attention_inputs import cached_heads
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
@@ -177,7 +177,7 @@ class Multiply(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         x, extra = basic_op_ctxs[0].saved_tensors
         dx, dextra = grad_output * extra, (grad_output * x).sum_to_size(extra.shape)
@@ -221,7 +221,7 @@ class CachedRows(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         width = basic_op_ctxs[0].width
         return grad_output[..., width:], [()], [(grad_output[..., :width],)]

@@ -13,7 +13,7 @@ from ...basic.activation import _Activation
 from ...basic.bias import Bias
 from ...basic.gated_activation import GATED_ACTIVATIONS, _GatedActivation
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors, OperationContext
+from ...context import Contexts, Extras, OperationContext
 from ...fusion import Refusal
 from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
@@ -112,11 +112,11 @@ class ActivationPart(Part):
         self,
         ctxs: Contexts,
         x: Tensor,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Any, ExtraTensors]:
+    ) -> tuple[Any, Extras]:
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else self.bias.operand(x)
         y: Any
@@ -190,7 +190,7 @@ class ActivationPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
+        grad_extra_outputs: Extras,
         *,
         want_output: bool,
         quantizers: Quantizers = PLAIN,

@@ -14,7 +14,7 @@ from ...basic.bias import Bias
 from ...basic.constant_scale import ConstantScale
 from ...basic.dropout import Dropout
 from ...basic.pointwise import PointwiseOperation
-from ...context import COMPUTE_DTYPES, Contexts, ExtraTensors, autocast_dtype, refuse_dtype
+from ...context import COMPUTE_DTYPES, Contexts, Extras, autocast_dtype, refuse_dtype
 from ...errors import NotSupportedError
 from ...fusion import Env, Refusal
 from ...kernels.functions import Scale
@@ -119,17 +119,17 @@ class ChainPart(Part):
         self,
         ctxs: Contexts,
         x: Tensor,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+    ) -> tuple[Tensor, Extras]:
         call = self.prepare(ctxs, x, extra_inputs)
         y, kept = call.chain.forward(x, call.operands, call.dtypes)
         self.save(ctxs, call, x, kept)
         return y, [()] * len(ctxs)
 
-    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors) -> ChainCall:
+    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: Extras) -> ChainCall:
         """The chain of this call and its operands.
 
         Raises:
@@ -192,7 +192,7 @@ class ChainPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
+        grad_extra_outputs: Extras,
         *,
         want_output: bool,
         quantizers: Quantizers = PLAIN,

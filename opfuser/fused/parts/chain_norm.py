@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
 from ...quantization.quantizers import Quantizer
@@ -55,11 +55,11 @@ class ChainNormPart(Part):
         self,
         ctxs: Contexts,
         x: Tensor,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+    ) -> tuple[Tensor, Extras]:
         first, ctx, norm = ctxs[: self._count], ctxs[-1], self._norm.norm
         call = self._chain.prepare(first, x, extra_inputs)
         total: Tensor | None
@@ -108,7 +108,7 @@ class ChainNormPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
+        grad_extra_outputs: Extras,
         *,
         want_output: bool,
         quantizers: Quantizers = PLAIN,

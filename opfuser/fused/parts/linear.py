@@ -11,7 +11,7 @@ from ... import gemm
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from ...quantization.quantizers import Quantizer
@@ -75,11 +75,11 @@ class LinearPart(Part):
         self,
         ctxs: Contexts,
         x: Any,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+    ) -> tuple[Tensor, Extras]:
         """``x Wᵀ + b``, plus the extra input if there is a sum.
 
         The extra input is overwritten if ``extra_inputs`` has the only reference to it.
@@ -111,7 +111,7 @@ class LinearPart(Part):
         ctxs: Contexts,
         dy: Any,
         x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
+        grad_extra_outputs: Extras,
         *,
         want_output: bool,
         quantizers: Quantizers = PLAIN,

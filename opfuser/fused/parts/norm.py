@@ -9,7 +9,7 @@ from torch import Tensor
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...op import compute_dtype
 from ...quantization.quantizers import Quantizer
 from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
@@ -42,11 +42,11 @@ class NormPart(Part):
         self,
         ctxs: Contexts,
         x: Tensor,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Any, ExtraTensors]:
+    ) -> tuple[Any, Extras]:
         y: Any = None
         if self.add is not None:
             (z,) = extra_inputs[0]
@@ -67,7 +67,7 @@ class NormPart(Part):
         fits = x.shape == z.shape and x.shape[-len(shape) :] == shape
         return fits and x.dtype == z.dtype == compute_dtype(x, self.norm)
 
-    def extra_outputs(self, x: Tensor | None) -> ExtraTensors:
+    def extra_outputs(self, x: Tensor | None) -> Extras:
         """For each operation its extra outputs, given the input ``x`` of the norm."""
         outputs: list[tuple[Tensor | None, ...]] = [()] * len(self.ops)
         if self.tap is not None:
@@ -85,7 +85,7 @@ class NormPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
+        grad_extra_outputs: Extras,
         *,
         want_output: bool,
         quantizers: Quantizers = PLAIN,

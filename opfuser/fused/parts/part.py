@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...op import BasicOperation
 from ...quantization.quantizers import QuantizedTensor, Quantizer
 
@@ -100,11 +100,11 @@ class Part:
         self,
         ctxs: Contexts,
         x: Any,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Any, ExtraTensors]:
+    ) -> tuple[Any, Extras]:
         """The output, and for each operation its extra outputs.
 
         Args:
@@ -132,7 +132,7 @@ class Part:
         ctxs: Contexts,
         dy: Any,
         x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
+        grad_extra_outputs: Extras,
         *,
         want_output: bool,
         quantizers: Quantizers = PLAIN,

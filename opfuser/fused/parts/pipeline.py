@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ...context import (
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     GradNeeds,
@@ -179,11 +179,7 @@ class Pipeline(FusedOperation):
         return y, extra_outputs
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         inputs = self._recomputed_inputs(basic_op_ctxs) if self._any_early else None
         # The part behind and its place, if the gradients of its parameters wait for its input.

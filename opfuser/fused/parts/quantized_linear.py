@@ -17,7 +17,7 @@ from ...basic._distributed import (
 from ...basic._weight_grad import ScaledProduct, WeightGradient
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
-from ...context import Contexts, ExtraTensors, OperationContext
+from ...context import Contexts, Extras, OperationContext
 from ...fusion import Env
 from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes, amax_of
@@ -136,11 +136,11 @@ class QuantizedLinearPart(LinearPart):
         self,
         ctxs: Contexts,
         x: Any,
-        extra_inputs: ExtraTensors,
+        extra_inputs: Extras,
         *,
         save_input: bool,
         quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+    ) -> tuple[Tensor, Extras]:
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
         local, w = self.linear.operands(ctx, x, save=False, gather=False, codes=True)
