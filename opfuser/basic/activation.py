@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +39,15 @@ class _Activation(BasicOperation):
     class Settings(NamedTuple):
         function: FunctionSpec
 
-    def __init__(self, cache_quantized_input: bool) -> None:
+    _function: ClassVar[ScalarFunction]
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
 
     def make_function(self) -> ScalarFunction:
         """The function that is applied, with the attributes of now as its constants."""
-        raise NotImplementedError
+        return self._function
 
     def make_settings(self) -> _Activation.Settings:
         return self.Settings(self.make_function().spec)
@@ -104,7 +106,7 @@ class GELU(_Activation):
     """
 
     def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.approximate = approximate
         self.make_settings()
 
@@ -132,11 +134,7 @@ class QGELU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Swish(1.702)
+    _function = functions.Swish(1.702)
 
 
 class ReLU(_Activation):
@@ -149,11 +147,7 @@ class ReLU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Relu()
+    _function = functions.Relu()
 
 
 class SReLU(_Activation):
@@ -169,11 +163,7 @@ class SReLU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.SquaredRelu()
+    _function = functions.SquaredRelu()
 
 
 class SiLU(_Activation):
@@ -189,11 +179,7 @@ class SiLU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Swish()
+    _function = functions.Swish()
 
 
 @dataclass(frozen=True)
@@ -237,7 +223,7 @@ class Softplus(_Activation):
     def __init__(
         self, beta: float = 1.0, threshold: float = 20.0, *, cache_quantized_input: bool = False
     ) -> None:
-        super().__init__(cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.beta = beta
         self.threshold = threshold
         self.make_settings()
@@ -280,11 +266,7 @@ class Tanh(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return _TanhFunction()
+    _function = _TanhFunction()
 
 
 class Sigmoid(_Activation):
@@ -297,11 +279,7 @@ class Sigmoid(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Sigmoid()
+    _function = functions.Sigmoid()
 
 
 ACTIVATIONS = tuple(_Activation.__subclasses__())

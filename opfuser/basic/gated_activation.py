@@ -39,6 +39,7 @@ class _GatedActivation(BasicOperation):
     kernels = ("Triton gated",)
     read_only: ClassVar[frozenset[str]] = frozenset({"glu_interleave_size"})
     recompute_mlp: bool = False
+    _functions: ClassVar[gated.Functions]
 
     class Saved(NamedTuple):
         input: Tensor
@@ -46,16 +47,14 @@ class _GatedActivation(BasicOperation):
     class Settings(NamedTuple):
         product: ProductSpec
 
-    def __init__(
-        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
-    ) -> None:
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
-        self.glu_interleave_size = glu_interleave_size
+        self.glu_interleave_size: int | None = None
 
     def make_functions(self) -> gated.Functions:
         """Those of gates and linear units, with the attributes of now as their constants."""
-        raise NotImplementedError
+        return self._functions
 
     def make_settings(self) -> _GatedActivation.Settings:
         product = gated.make_glu(self.make_functions(), self.glu_interleave_size)
@@ -113,11 +112,7 @@ class GLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Sigmoid(), None
+    _functions = functions.Sigmoid(), None
 
 
 class GEGLU(_GatedActivation):
@@ -134,11 +129,7 @@ class GEGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.GeluTanh(), None
+    _functions = functions.GeluTanh(), None
 
 
 class QGEGLU(_GatedActivation):
@@ -153,11 +144,7 @@ class QGEGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Swish(1.702), None
+    _functions = functions.Swish(1.702), None
 
 
 class ReGLU(_GatedActivation):
@@ -174,11 +161,7 @@ class ReGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Relu(), None
+    _functions = functions.Relu(), None
 
 
 class SReGLU(_GatedActivation):
@@ -193,11 +176,7 @@ class SReGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.SquaredRelu(), None
+    _functions = functions.SquaredRelu(), None
 
 
 class SwiGLU(_GatedActivation):
@@ -219,17 +198,14 @@ class SwiGLU(_GatedActivation):
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
+    _functions = functions.Swish(), None
 
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
         self.make_settings()
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Swish(), None
 
 
 class SiTUGLU(_GatedActivation):
@@ -261,9 +237,8 @@ class SiTUGLU(_GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
         self.beta1 = beta1
         self.beta2 = beta2
         self.make_settings()
@@ -304,9 +279,8 @@ class ClampedSwiGLU(_GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset

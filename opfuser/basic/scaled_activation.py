@@ -52,7 +52,7 @@ class _ScaledActivation(BasicOperation):
     class Settings(NamedTuple):
         product: ProductSpec
 
-    def __init__(self, activation_recompute_in_mlp: bool) -> None:
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -167,7 +167,7 @@ class ScaledSwiGLU(_ScaledActivation):
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.make_settings()
 
@@ -201,7 +201,7 @@ class ScaledSiTUGLU(_ScaledActivation):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.beta1 = beta1
         self.beta2 = beta2
@@ -239,7 +239,7 @@ class ScaledClampedQGeGLU(_ScaledActivation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha
@@ -262,9 +262,6 @@ class ScaledSReLU(_ScaledActivation):
             recomputed in the backward of a fused MLP in place of saving it; here that is done for
             either value.
     """
-
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(activation_recompute_in_mlp)
 
     def make_function(self) -> ScalarFunction:
         return functions.SquaredRelu()
@@ -289,7 +286,7 @@ class ScaledTanhSReLU(_ScaledActivation):
     def __init__(
         self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.tanh_clamp_scale = tanh_clamp_scale
         self.make_settings()
 
