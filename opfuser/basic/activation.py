@@ -67,8 +67,7 @@ class _Activation(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         (function,) = self.frozen_settings(ctx)
-        y: Tensor = activation_forward(x, function, None)
-        return y
+        return activation_forward(x, function, None)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:

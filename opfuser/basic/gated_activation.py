@@ -76,8 +76,7 @@ class _GatedActivation(BasicOperation):
         x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        y: Tensor = gated_forward(x, product, None)
-        return y
+        return gated_forward(x, product, None)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:

@@ -88,7 +88,6 @@ class L2Normalization(BasicOperation):
                 received="a tensor of shape ()",
             )
         x = in_compute_dtype(input_, self)
-        y: Tensor
         (eps,) = self.frozen_settings(ctx)
         y, _, _, rnorm = norm_forward(side_by_side(x), None, None, None, eps, False, False)
         if ctx.requires_grad:

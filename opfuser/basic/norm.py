@@ -250,7 +250,6 @@ class Norm(BasicOperation):
         x = self._saved(ctx)[0]
         rows, parameters = as_rows(x, self._cols), self._parameters_of_forward(ctx)
         settings = self.frozen_settings(ctx)
-        y: Tensor
         y, *_ = norm_forward(rows, None, *parameters, *settings, self.with_mean)
         return y.view_as(x)
 
@@ -268,8 +267,7 @@ class Norm(BasicOperation):
         args = rows, weight, bias, mean, as_vector(rstd), zero_centered
 
         def run(scaling: Scaling) -> Codes:
-            codes: Codes = norm_cols_quantized(*args, scaling)
-            return codes
+            return norm_cols_quantized(*args, scaling)
 
         if seen:
             scaling = quantizer.operands.from_amax(quantizer.role, *seen)

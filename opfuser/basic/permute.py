@@ -114,8 +114,7 @@ class Permute(BasicOperation):
     @staticmethod
     def recompute(x: Tensor, row_map: Tensor) -> Tensor:
         """The output of forward, for its input and the row map that it returned."""
-        rows: Tensor = copy_to_rows(x, row_map, None)[0]
-        return rows
+        return copy_to_rows(x, row_map, None)[0]
 
     def fuser_backward(
         self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras

@@ -139,7 +139,6 @@ class QKNorm(BasicOperation):
         """
         _, kv_heads, eps, zero_centered = self.frozen_settings(ctx)
         weights = self.q_weight, self.k_weight
-        y: Tensor
         y, rstd = qk_norm(x, *weights, rotation, kv_heads, eps, zero_centered)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rstd))

@@ -303,8 +303,7 @@ class RotaryEmbedding(BasicOperation):
         self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings, *, back: bool
     ) -> Tensor:
         rotation = self.rotation(x, positions, settings)
-        y: Tensor = rotary(x, rotation, settings.num_kv_heads, settings.head_dim, back)
-        return y
+        return rotary(x, rotation, settings.num_kv_heads, settings.head_dim, back)
 
     def rotation(
         self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings

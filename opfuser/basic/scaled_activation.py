@@ -114,7 +114,6 @@ class _ScaledActivation(BasicOperation):
         if scales is None:  # their own gradient does not depend on them
             scales = x.new_ones(x.shape[:-1])
         needs_dx, (needs_ds,) = ctx.needs.input, ctx.needs.extra_inputs
-        grads: GatedGrads
         if over_input and needs_dx:
             grads = gated_backward_(dy, x, product, scales, want_output, needs_ds)
         else:

@@ -154,5 +154,4 @@ def gated_backward_(
 
     dx is written over a contiguous x, except where torch.compile traces.
     """
-    grads: GatedGrads = gated_backward(dy, x, spec, scales, True, want_y, want_dscales, True)
-    return grads
+    return gated_backward(dy, x, spec, scales, True, want_y, want_dscales, True)

@@ -371,8 +371,7 @@ _by_squares = kernel_or_plain(
 
 def amax_of(x: Tensor) -> Tensor:
     """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
-    amax: Tensor = _amax_of(x)
-    return amax
+    return _amax_of(x)
 
 
 def scale_for(
@@ -384,8 +383,7 @@ def scale_for(
     where amax is not finite: a saturating code would hide that. With ``power_of_two`` it is rounded
     down to a power of two.
     """
-    scale: Tensor = _scale_for(amax, dtype, power_of_two, margin)
-    return scale
+    return _scale_for(amax, dtype, power_of_two, margin)
 
 
 def quantize_by_tensor(
@@ -408,8 +406,7 @@ def quantize_by_tensor(
         amax: (1,) in fp32, not negative; becomes ``max(amax, max |x|)`` in place, and NaN wins.
         column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
     """
-    codes: Codes = _by_tensor(x, TensorScaling(scale, dtype, amax), rows, cols, column_sum)
-    return codes
+    return _by_tensor(x, TensorScaling(scale, dtype, amax), rows, cols, column_sum)
 
 
 def quantize_by_blocks(
@@ -428,8 +425,7 @@ def quantize_by_blocks(
     multiple of 128.
     """
     scaling = BlockScaling(dtype, power_of_two, square_cols)
-    codes: Codes = _by_blocks(x, scaling, rows, cols, column_sum)
-    return codes
+    return _by_blocks(x, scaling, rows, cols, column_sum)
 
 
 def quantize(
@@ -437,8 +433,7 @@ def quantize(
 ) -> Codes:
     """Codes of x as a scaling, which is not without its scale, says; as the functions above."""
     by = _by_blocks if isinstance(scaling, BlockScaling) else _by_tensor
-    codes: Codes = by(x, scaling, rows, cols, column_sum)
-    return codes
+    return by(x, scaling, rows, cols, column_sum)
 
 
 def quantize_by_squares(
@@ -448,11 +443,9 @@ def quantize_by_squares(
 
     Args as in :func:`quantize_by_tensor` and :func:`scale_for`; C is a multiple of 128.
     """
-    codes: Codes = _by_squares(x, dtype, rows, cols, power_of_two)
-    return codes
+    return _by_squares(x, dtype, rows, cols, power_of_two)
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
     """The transpose of fp8 codes (R, C): (C, R), contiguous. Moves two bytes per element."""
-    made: Tensor = _transpose(codes)
-    return made
+    return _transpose(codes)

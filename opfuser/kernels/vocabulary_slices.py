@@ -208,7 +208,7 @@ def slice_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes)
         terms: of the loss.
         classes: which the columns are.
     """
-    return _statistics(x, targets, terms, classes)  # type: ignore[no-any-return]
+    return _statistics(x, targets, terms, classes)
 
 
 def merged_losses(parts: Tensor, targets: Tensor, terms: Terms, classes: int) -> RowLosses:
@@ -258,4 +258,4 @@ def slice_gradient(
         count: what divides it, () of int64; 0 counts as 1.
         in_place: whether it takes the place of the logits. While torch.compile traces it does not.
     """
-    return _gradient(x, targets, row, dloss, count, terms, classes, in_place)  # type: ignore[no-any-return]
+    return _gradient(x, targets, row, dloss, count, terms, classes, in_place)

@@ -174,7 +174,6 @@ class ActivationPart(Part):
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         x = _tensor(self._saved_input(ctxs[-1]) if x is None else x)
         (function,) = self.activation.frozen_settings(ctxs[-1])
-        y: Tensor
         if isinstance(self.activation, _Activation):
             y = activation_forward(x, function, self._saved_bias(ctxs))
         else:
