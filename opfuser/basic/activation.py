@@ -72,9 +72,7 @@ class _Activation(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
-        assert x is not None
         (function,) = self.frozen_settings(ctx)
         return activation_dx(grad_output, x, function), ()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError
+from ..kernels.dropout_masks import masked
 from ..kernels.pointwise import draw_seed, draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext, OperationGrads
@@ -83,15 +84,11 @@ class Dropout(BasicOperation):
         return output
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
-        assert ctx.saved_tensors is not None
         (mask,) = ctx.saved_tensors
         if mask is None or not ctx.needs.input:
             return grad_output, ()
         (p,) = self.frozen_settings(ctx)
-        if mask.dtype == torch.int64:
-            return dropout(grad_output, mask, p), ()
-        scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-        return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
+        return masked(grad_output, mask, p), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (p,) = self.make_settings()

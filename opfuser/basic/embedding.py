@@ -167,7 +167,6 @@ class Embedding(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.parameters[0]:
             return None, (None,)
-        assert ctx.saved_tensors is not None
         (indices,) = ctx.saved_tensors
         (padding,) = self.frozen_settings(ctx)
         own = self.vocabulary

@@ -81,9 +81,7 @@ class _GatedActivation(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
-        assert x is not None
         (product,) = self.frozen_settings(ctx)
         return gated_backward(grad_output, x, product, None, True, False).dx, ()
 

@@ -97,10 +97,7 @@ class L2Normalization(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         x, rnorm = ctx.saved_tensors
-        assert x is not None
-        assert rnorm is not None
         (eps,) = self.frozen_settings(ctx)
         dx, *_ = norm_backward(
             side_by_side(grad_output), side_by_side(x), None, None, None, rnorm, None,

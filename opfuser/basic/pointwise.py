@@ -155,9 +155,7 @@ class PointwiseOperation(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
-        assert x is not None
         form, constants, _ = self.frozen_settings(ctx)
         if not self._has_kernel(x):
             return form.backward(grad_output, x), ()
