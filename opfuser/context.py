@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypedDic
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted, explain
+from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted
 from .torch_internals import any_autocast
 
 __all__ = [
@@ -87,13 +87,11 @@ class _NothingSaved(tuple[Any, ...]):
     """An empty tuple that says so when it is unpacked."""
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise SavedTensorsError(
-            explain(
-                "ctx.saved_tensors is what forward saved, read in backward",
-                received="nothing that was saved",
-                remedy="Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, "
-                "use the tensors themselves",
-            )
+        raise SavedTensorsError.explained(
+            "ctx.saved_tensors is what forward saved, read in backward",
+            received="nothing that was saved",
+            remedy="Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, "
+            "use the tensors themselves",
         )
 
     __iter__ = __getitem__ = _refuse
@@ -103,13 +101,11 @@ class _NotKept(tuple[Any, ...]):
     """Likewise."""
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise ParametersNotKeptError(
-            explain(
-                "ctx.parameters is the parameters of the forward call, kept for backward",
-                received="none that were kept",
-                remedy="Set backward_reads_parameters = True in the operation's class; in forward, "
-                "read parameters from self",
-            )
+        raise ParametersNotKeptError.explained(
+            "ctx.parameters is the parameters of the forward call, kept for backward",
+            received="none that were kept",
+            remedy="Set backward_reads_parameters = True in the operation's class; in forward, "
+            "read parameters from self",
         )
 
     __iter__ = __getitem__ = _refuse
@@ -167,12 +163,10 @@ class OperationContext:
             SavedTensorsError: the operation has saved already.
         """
         if self.to_save is not None:
-            raise SavedTensorsError(
-                explain(
-                    "An operation calls ctx.save_for_backward once",
-                    received=f"{counted(len(tensors), 'tensor')} after {len(self.to_save)}",
-                    remedy="Save all of them in one call",
-                )
+            raise SavedTensorsError.explained(
+                "An operation calls ctx.save_for_backward once",
+                received=f"{counted(len(tensors), 'tensor')} after {len(self.to_save)}",
+                remedy="Save all of them in one call",
             )
         self.to_save = tensors
 
@@ -256,13 +250,11 @@ def in_compute_dtype(x: Tensor, op: object = None) -> Tensor:
 
 def refuse_dtype(input_: Tensor, op: object = None) -> NoReturn:
     """Raises InputError for an input of a dtype that no operation computes in."""
-    raise InputError(
-        explain(
-            "The input must be fp16, bf16, fp32 or fp64",
-            where="" if op is None else type(op).__name__,
-            received=f"a tensor of {input_.dtype}",
-            remedy="Convert the input to one of them",
-        )
+    raise InputError.explained(
+        "The input must be fp16, bf16, fp32 or fp64",
+        where="" if op is None else type(op).__name__,
+        received=f"a tensor of {input_.dtype}",
+        remedy="Convert the input to one of them",
     )
 
 

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from ..attention.call import Heads
 from ..basic._attention_inputs import cached_heads
 from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
 from .dataflow import form_of, map_leaves, tensors_in
@@ -313,13 +313,11 @@ class Child(nn.Module):
                 self.around.returned[number] = found[place]
         if type(y) is not Tensor or y.shape != shape:
             got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
-            raise NotSupportedError(
-                explain(
-                    "A child with hooks or tensors of its own returns what its forward would",
-                    where=f"a {type(self.child).__name__}, in a model after opfuser.apply",
-                    received=f"{got} for an input of {tuple(x.shape)}",
-                    remedy="Apply after hooks are registered, or call opfuser.revert(model)",
-                )
+            raise NotSupportedError.explained(
+                "A child with hooks or tensors of its own returns what its forward would",
+                where=f"a {type(self.child).__name__}, in a model after opfuser.apply",
+                received=f"{got} for an input of {tuple(x.shape)}",
+                remedy="Apply after hooks are registered, or call opfuser.revert(model)",
             )
         return y
 
