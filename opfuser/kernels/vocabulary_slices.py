@@ -102,8 +102,7 @@ def _targets(targets: Tensor, terms: Terms, classes: Classes, cols: int) -> _Tar
 
 def _plain_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
     _, here, column = _targets(targets, terms, classes, x.shape[1])
-    parts = [_of_rows(x[b], here[b], column[b], terms) for b in blocks_of_rows(x)]
-    return torch.cat(parts) if parts else x.new_empty((0, _STATISTICS), dtype=wide_dtype(x.dtype))
+    return torch.cat([_of_rows(x[b], here[b], column[b], terms) for b in blocks_of_rows(x)])
 
 
 def _traced_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
