@@ -34,7 +34,7 @@ from ...op import BasicOperation, FusibleOperation
 from ...quantization.quantizers import Quantizer
 from .._residual_sum import CHAIN
 from .activation import PLAIN_ACTIVATIONS
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import Gradients, Part, PartGrads, Wanted
 
 __all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
 
@@ -188,14 +188,7 @@ class ChainPart(Part):
         ctx.save_for_backward(x if chain.reads_x else None, *reads)
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: Extras,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         needs = [ctx.needs for ctx in ctxs]
         params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]

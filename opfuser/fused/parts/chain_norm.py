@@ -15,7 +15,7 @@ from ...op import FusibleOperation, OperationContext, autocast_dtype
 from ...quantization.quantizers import Quantizer
 from .chain import ChainCall, ChainPart
 from .norm import NormPart
-from .part import PLAIN, Part, PartGrads, Quantizers, no_gradients
+from .part import PLAIN, Part, PartGrads, Wanted, no_gradients
 
 __all__ = ["ChainNormPart"]
 
@@ -104,31 +104,16 @@ class ChainNormPart(Part):
         return self._norm.recompute(ctxs[self._count :], None)
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: Extras,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         n = self._count
-        norm = self._norm.backward(
-            ctxs[n:],
-            dy,
-            None,
-            grad_extra_outputs[n:],
-            want_output=want_output,
-            quantizers=quantizers,
-        )
+        norm = self._norm.backward(ctxs[n:], dy, None, grad_extras[n:], wanted)
         if norm.input is None:
             chain = no_gradients(ctxs[:n])
         else:
             assert isinstance(norm.input, Tensor)
-            chain = self._chain.backward(
-                ctxs[:n], norm.input, None, grad_extra_outputs[:n], want_output=False
-            )
+            given = grad_extras[:n]
+            chain = self._chain.backward(ctxs[:n], norm.input, None, given, PLAIN)
         return PartGrads(
             chain.input,
             [*chain.parameters, *norm.parameters],

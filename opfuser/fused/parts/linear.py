@@ -23,7 +23,7 @@ from .._linear import (
     insist,
     linear_sum,
 )
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import Gradients, Part, PartGrads, Wanted
 
 __all__ = ["LinearPart", "refuse"]
 
@@ -107,14 +107,7 @@ class LinearPart(Part):
         return gemm.forward(x, self.linear.saved_weight(ctxs[0], again=True), b)
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Any,
-        x: Tensor | None,
-        grad_extra_outputs: Extras,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Any, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         dx = self._input_grad(ctxs, dy) if ctxs[0].needs.input else None
         extra_inputs: list[Gradients] = [()] * len(self.ops)

@@ -12,7 +12,7 @@ from ...basic.norm import Norm
 from ...context import Contexts, Extras
 from ...op import compute_dtype
 from ...quantization.quantizers import Quantizer
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import Gradients, Part, PartGrads, Wanted
 
 __all__ = ["NormPart"]
 
@@ -81,20 +81,13 @@ class NormPart(Part):
         return self.norm.recompute(ctxs[-1])
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: Extras,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
-        g = None if self.tap is None else grad_extra_outputs[self.tap][0]
-        quantizer = quantizers.output
+        g = None if self.tap is None else grad_extras[self.tap][0]
+        quantizer = wanted.output
         apart = quantizer is not None
         y: Any
-        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, want_output and not apart)
+        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, wanted.has_output and not apart)
         if quantizer is not None:
             y = self.norm.recompute_quantized(ctxs[-1], quantizer)
         saved = ctxs[-1].saved_tensors[0]

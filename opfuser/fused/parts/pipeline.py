@@ -24,7 +24,7 @@ from ...op import BasicOperation, FusedOperation
 from ...quantization.quantizers import Quantizer
 from ...quantization.watch import is_watched
 from ...tracing import stands_in
-from .part import PLAIN, Gradients, Part, Quantizers, no_gradients
+from .part import PLAIN, PLAIN_WITH_OUTPUT, Gradients, Part, Wanted, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
 
@@ -202,14 +202,11 @@ class Pipeline(FusedOperation):
                 of_dx = before.part.grad_output_quantizer(basic_op_ctxs[before.own])
             if behind is not None and want and not is_watched():
                 of_output = behind.part.recomputed_input_quantizer(basic_op_ctxs[behind.own])
-            quantized = of_dx is not None or of_output is not None
+            wanted = PLAIN_WITH_OUTPUT if want else PLAIN
+            if of_dx is not None or of_output is not None:
+                wanted = Wanted(of_dx, of_output, want)
             dx, grads, extra_inputs[span], output = part.backward(
-                ctxs,
-                dy,
-                x,
-                basic_op_grad_extra_outputs[span],
-                want_output=want,
-                quantizers=Quantizers(of_dx, of_output) if quantized else PLAIN,
+                ctxs, dy, x, basic_op_grad_extra_outputs[span], wanted
             )
             if waiting is not None:
                 parameters[waiting[1]] = waiting[0].parameter_grads(*waiting[2:], output)
