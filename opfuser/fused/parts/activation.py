@@ -109,13 +109,7 @@ class ActivationPart(Part):
         return SAVED.dtype if fills_blocks(2 * features if spec.up else features, spec) else None
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Any, Extras]:
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else self.bias.operand(x)

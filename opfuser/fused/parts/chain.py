@@ -116,15 +116,9 @@ class ChainPart(Part):
         self._layouts = _Layouts(self.ops)
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Tensor, Extras]:
-        call = self.prepare(ctxs, x, extra_inputs)
+        call = self.prepare(ctxs, x, extras)
         y, kept = call.chain.forward(x, call.operands, call.dtypes)
         self.save(ctxs, call, x, kept)
         return y, [()] * len(ctxs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -52,16 +52,10 @@ class ChainNormPart(Part):
         self.emits_quantized = self._norm.emits_quantized
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Tensor, Extras]:
         first, ctx, norm = ctxs[: self._count], ctxs[-1], self._norm.norm
-        call = self._chain.prepare(first, x, extra_inputs)
+        call = self._chain.prepare(first, x, extras)
         total: Tensor | None
         # The kernel of both makes no codes; the norm's own, from the sum, moves less than a tensor
         # in between.

@@ -72,17 +72,11 @@ class LinearPart(Part):
         self.linear, self.bias, self.add = linear, bias, add
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Any,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Tensor, Extras]:
         """``x Wᵀ + b``, plus the extra input if there is a sum.
 
-        The extra input is overwritten if ``extra_inputs`` has the only reference to it.
+        The extra input is overwritten if ``extras`` has the only reference to it.
         """
         ctx = ctxs[0]
         x, w = self.linear.operands(ctx, x, save=False)
@@ -95,8 +89,8 @@ class LinearPart(Part):
         nothing = [()] * len(self.ops)
         if self.add is None:
             return gemm.forward(x, w, b), nothing
-        ours = only_reference(extra_inputs[-1])
-        (z,) = extra_inputs[-1]
+        ours = only_reference(extras[-1])
+        (z,) = extras[-1]
         assert z is not None
         return linear_sum(self.add, z, x, w, b, in_place=ours), nothing
 

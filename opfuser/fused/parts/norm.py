@@ -39,17 +39,11 @@ class NormPart(Part):
         self.tap = None if make_extra is None else len(self.ops) - 2
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Any, Extras]:
         y: Any = None
         if self.add is not None:
-            (z,) = extra_inputs[0]
+            (z,) = extras[0]
             assert z is not None
             if self._adds_in_kernel(x, z):
                 y, x = self.norm.forward_of_sum(ctxs[-1], x, z, quantizer)

@@ -109,20 +109,14 @@ class Part:
         return None
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Any,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Any, Extras]:
         """The output, and for each operation its extra outputs.
 
         Args:
             ctxs: contexts.
             x: the input; quantised only as :meth:`input_quantizer` says.
-            extra_inputs: for each operation its extra inputs.
+            extras: for each operation its extra inputs.
             save_input: whether to save the input; if not, backward receives it.
             quantizer: how the part behind wants the output.
         """

@@ -174,7 +174,7 @@ class Pipeline(FusedOperation):
             elif given["next_op_input_quantizer"] is not None and own.stop == len(basic_op_ctxs):
                 quantizer = given["next_op_input_quantizer"]
             extras = given["basic_op_extra_inputs"][own]
-            y, outputs = part.forward(ctxs, y, extras, save_input=save_input, quantizer=quantizer)
+            y, outputs = part.forward(ctxs, y, extras, save_input, quantizer)
             extra_outputs += outputs
         return y, extra_outputs
 

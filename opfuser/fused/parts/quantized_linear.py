@@ -133,13 +133,7 @@ class QuantizedLinearPart(LinearPart):
         return not self.recomputed and self.recipe.wgrad == "fp8" and not gathers
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Any,
-        extra_inputs: Extras,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
     ) -> tuple[Tensor, Extras]:
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
@@ -173,7 +167,7 @@ class QuantizedLinearPart(LinearPart):
         nothing = [()] * len(self.ops)
         if self.add is None:
             return y, nothing
-        (z,) = extra_inputs[-1]
+        (z,) = extras[-1]
         assert z is not None
         return self.add.reference(y, z), nothing
 
