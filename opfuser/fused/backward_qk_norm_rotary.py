@@ -7,10 +7,9 @@ from torch import Tensor
 from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
 from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Fusion
+from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import insist
-from .forward_qk_norm_rotary import heads_refusal
 
 __all__ = ["FUSION", "BackwardQKNormRotary"]
 
@@ -33,7 +32,7 @@ class BackwardQKNormRotary(FusedOperation):
     _parts: tuple[QKNorm, RotaryEmbedding]
 
     def __init__(self, *, qk_norm: QKNorm, rotary: RotaryEmbedding) -> None:
-        insist(heads_refusal(qk_norm, rotary), type(self).__name__)
+        insist(_refuses(qk_norm, rotary), type(self).__name__)
         super().__init__((qk_norm, rotary))
         self._parts = qk_norm, rotary
 
@@ -49,10 +48,16 @@ class BackwardQKNormRotary(FusedOperation):
         return dx, [grads, ()], [(), ()]
 
 
+def _refuses(qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None) -> Refusal | None:
+    if qk_norm.heads == rotary.heads:
+        return None
+    return Refusal("SHAPE", f"QKNorm has heads {qk_norm.heads}, RotaryEmbedding {rotary.heads}")
+
+
 FUSION = Fusion(
     name="backward_qk_norm_rotary",
     stage="backward",
     pattern=(QKNorm, RotaryEmbedding),
-    refuses=heads_refusal,
+    refuses=_refuses,
     build=lambda qk_norm, rotary: BackwardQKNormRotary(qk_norm=qk_norm, rotary=rotary),
 )

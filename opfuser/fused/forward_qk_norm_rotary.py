@@ -33,7 +33,7 @@ class ForwardQKNormRotary(FusedOperation):
     _parts: tuple[QKNorm, RotaryEmbedding]
 
     def __init__(self, *, qk_norm: QKNorm, rotary: RotaryEmbedding) -> None:
-        insist(heads_refusal(qk_norm, rotary), type(self).__name__)
+        insist(_refuses(qk_norm, rotary), type(self).__name__)
         super().__init__((qk_norm, rotary))
         self._parts = qk_norm, rotary
 
@@ -46,7 +46,7 @@ class ForwardQKNormRotary(FusedOperation):
         settings = qk_norm.frozen_settings(ctx)
         how = rotary.settings_of_call(rotary_ctx, kwargs.get("length"))
         if settings[:2] != how[:2]:  # set during a call
-            insist(heads_refusal(qk_norm, rotary), type(self).__name__)
+            insist(_refuses(qk_norm, rotary), type(self).__name__)
         positions = rotary.given(kwargs.get("positions"), kwargs.get("tables"))
         qk_norm.check_input(input_, settings)
         x = in_compute_dtype(input_, qk_norm)
@@ -57,10 +57,7 @@ class ForwardQKNormRotary(FusedOperation):
         return qk_norm.normalise(ctx, x, rotation), [(), ()]
 
 
-def heads_refusal(
-    qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None
-) -> Refusal | None:
-    """Why norm and rotary embedding are not of the same heads."""
+def _refuses(qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None) -> Refusal | None:
     if qk_norm.heads == rotary.heads:
         return None
     return Refusal("SHAPE", f"QKNorm has heads {qk_norm.heads}, RotaryEmbedding {rotary.heads}")
@@ -70,6 +67,6 @@ FUSION = Fusion(
     name="forward_qk_norm_rotary",
     stage="forward",
     pattern=(QKNorm, RotaryEmbedding),
-    refuses=heads_refusal,
+    refuses=_refuses,
     build=lambda qk_norm, rotary: ForwardQKNormRotary(qk_norm=qk_norm, rotary=rotary),
 )
