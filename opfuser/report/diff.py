@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any, NamedTuple
 
 from ..engine.folding import joined_names, like
-from ..errors import TargetError
+from ..errors import TargetError, explain
 from ..registry import disable, enable, fusions
 from .inputs import did_you_mean
 from .plan_json import document, explained
@@ -136,10 +136,12 @@ def check_fusion_name(name: str) -> None:
     """Raises TargetError unless a fusion has that name."""
     known = [info.name for info in fusions()]
     if name not in known:
-        raise TargetError.explained(
-            "No fusion has that name",
-            received=repr(name),
-            remedy=did_you_mean(name, known) or f"There are {', '.join(known)}",
+        raise TargetError(
+            explain(
+                "No fusion has that name",
+                received=repr(name),
+                remedy=did_you_mean(name, known) or f"There are {', '.join(known)}",
+            )
         )
 
 
@@ -244,10 +246,12 @@ def _programs(
 ) -> Iterator[ProgramChange]:
     for side, plans in zip(sides, (left, right)):
         if not all("program" in plan for plan in plans.values()):
-            raise TargetError.explained(
-                "The file has no programs",
-                received=side,
-                remedy="Write it with opfuser explain --program --format json -o FILE",
+            raise TargetError(
+                explain(
+                    "The file has no programs",
+                    received=side,
+                    remedy="Write it with opfuser explain --program --format json -o FILE",
+                )
             )
     found: dict[tuple[str, str, str], list[str]] = {}
     for path in left:
