@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypedDic
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted, explain
+from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted
 from .torch_internals import any_autocast
 
 __all__ = [
@@ -16,11 +16,12 @@ __all__ = [
     "BackwardResult",
     "Contexts",
     "Dtypes",
-    "ExtraTensors",
+    "Extras",
     "ForwardArguments",
     "ForwardResult",
     "GradNeeds",
     "OperationContext",
+    "OperationGrads",
     "TensorFacts",
     "any_autocast",
     "autocast_dtype",
@@ -86,13 +87,11 @@ class _NothingSaved(tuple[Any, ...]):
     """An empty tuple that says so when it is unpacked."""
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise SavedTensorsError(
-            explain(
-                "ctx.saved_tensors is what forward saved, read in backward",
-                received="nothing that was saved",
-                remedy="Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, "
-                "use the tensors themselves",
-            )
+        raise SavedTensorsError.explained(
+            "ctx.saved_tensors is what forward saved, read in backward",
+            received="nothing that was saved",
+            remedy="Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, "
+            "use the tensors themselves",
         )
 
     __iter__ = __getitem__ = _refuse
@@ -102,13 +101,11 @@ class _NotKept(tuple[Any, ...]):
     """An empty tuple that refuses to be unpacked: parameters were not kept."""
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise ParametersNotKeptError(
-            explain(
-                "ctx.parameters is the parameters of the forward call, kept for backward",
-                received="none that were kept",
-                remedy="Set backward_reads_parameters = True in the operation's class; in forward, "
-                "read parameters from self",
-            )
+        raise ParametersNotKeptError.explained(
+            "ctx.parameters is the parameters of the forward call, kept for backward",
+            received="none that were kept",
+            remedy="Set backward_reads_parameters = True in the operation's class; in forward, "
+            "read parameters from self",
         )
 
     __iter__ = __getitem__ = _refuse
@@ -166,20 +163,18 @@ class OperationContext:
             SavedTensorsError: the operation has saved already.
         """
         if self.to_save is not None:
-            raise SavedTensorsError(
-                explain(
-                    "An operation calls ctx.save_for_backward once",
-                    received=f"{counted(len(tensors), 'tensor')} after {len(self.to_save)}",
-                    remedy="Save all of them in one call",
-                )
+            raise SavedTensorsError.explained(
+                "An operation calls ctx.save_for_backward once",
+                received=f"{counted(len(tensors), 'tensor')} after {len(self.to_save)}",
+                remedy="Save all of them in one call",
             )
         self.to_save = tensors
 
 
 # Types of te.ops' fuser_forward and fuser_backward. Lists have one entry per basic operation.
 Contexts: TypeAlias = list[OperationContext]
-ExtraTensors: TypeAlias = Sequence[Sequence[Tensor | None]]
-ForwardResult: TypeAlias = tuple[Tensor, ExtraTensors]
+Extras: TypeAlias = Sequence[Sequence[Tensor | None]]
+ForwardResult: TypeAlias = tuple[Tensor, Extras]
 """Output, extra outputs."""
 BackwardResult: TypeAlias = tuple[
     Tensor | None,
@@ -187,12 +182,14 @@ BackwardResult: TypeAlias = tuple[
     Sequence[Sequence[Tensor | None] | None],
 ]
 """Gradients of the input, of parameters, of extra inputs."""
+OperationGrads: TypeAlias = tuple[Tensor | None, tuple[Tensor | None, ...]]
+"""What ``op_backward`` returns: gradients of the input, and of the parameters."""
 
 
 class ForwardArguments(TypedDict):
     """The keywords of ``fuser_forward``, which are always given."""
 
-    basic_op_extra_inputs: ExtraTensors
+    basic_op_extra_inputs: Extras
     prev_op_grad_output_quantizer: Any | None
     next_op_input_quantizer: Any | None
     basic_op_kwargs: list[dict[str, Any]]
@@ -253,13 +250,11 @@ def in_compute_dtype(x: Tensor, op: object = None) -> Tensor:
 
 def refuse_dtype(input_: Tensor, op: object = None) -> NoReturn:
     """Raises InputError for an input of a dtype that no operation computes in."""
-    raise InputError(
-        explain(
-            "The input must be fp16, bf16, fp32 or fp64",
-            where="" if op is None else type(op).__name__,
-            received=f"a tensor of {input_.dtype}",
-            remedy="Convert the input to one of them",
-        )
+    raise InputError.explained(
+        "The input must be fp16, bf16, fp32 or fp64",
+        where="" if op is None else type(op).__name__,
+        received=f"a tensor of {input_.dtype}",
+        remedy="Convert the input to one of them",
     )
 
 

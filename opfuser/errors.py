@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-
-class OpfuserError(Exception):
-    """Base of every error that opfuser raises on purpose."""
+from typing_extensions import Self
 
 
 def explain(invariant: str, *, where: str = "", received: str = "", remedy: str = "") -> str:
@@ -54,6 +52,17 @@ def choose_among(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3) or names
     return f"Choose among: {', '.join(close)}" if close else ""
+
+
+class OpfuserError(Exception):
+    """Base of every error that opfuser raises on purpose."""
+
+    @classmethod
+    def explained(
+        cls, invariant: str, *, where: str = "", received: str = "", remedy: str = ""
+    ) -> Self:
+        """One whose text is that of :func:`explain`."""
+        return cls(explain(invariant, where=where, received=received, remedy=remedy))
 
 
 class ArgumentError(OpfuserError, ValueError):

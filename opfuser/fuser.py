@@ -345,12 +345,10 @@ class OperationFuser(TracedCalls):
         registry.state()  # loads plug-ins before the traced code is guarded by what is registered
         self._start()
         if self._local:
-            raise NotSupportedError(
-                explain(
-                    "Parameters that are DTensors are not traced by torch.compile",
-                    received=f"{len(self._local)} of them, as after parallelize",
-                    remedy="Call the sequence as it is",
-                )
+            raise NotSupportedError.explained(
+                "Parameters that are DTensors are not traced by torch.compile",
+                received=f"{len(self._local)} of them, as after parallelize",
+                remedy="Call the sequence as it is",
             )
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
@@ -379,21 +377,17 @@ class OperationFuser(TracedCalls):
         trained = zip(call.parameter_dtypes, call.parameters_require_grad or ())
         for n, op in enumerate(self._basic_ops if call.grad_enabled else ()):
             if op.__dict__.get("_delay_wgrad_compute"):
-                raise NotSupportedError(
-                    explain(
-                        "Gradients that wait for backward_dw() are not traced by torch.compile",
-                        where=describe(n, op),
-                        received="delay_wgrad_compute=True",
-                        remedy="Call the sequence as it is",
-                    )
+                raise NotSupportedError.explained(
+                    "Gradients that wait for backward_dw() are not traced by torch.compile",
+                    where=describe(n, op),
+                    received="delay_wgrad_compute=True",
+                    remedy="Call the sequence as it is",
                 )
         if any(is_fp8(dtype) and needed for dtype, needed in trained):
-            raise NotSupportedError(
-                explain(
-                    "Gradients of weights in FP8 are not traced by torch.compile, which would round"
-                    " them to FP8",
-                    remedy="Call the sequence as it is, with opfuser.replay, or without grad",
-                )
+            raise NotSupportedError.explained(
+                "Gradients of weights in FP8 are not traced by torch.compile, which would round"
+                " them to FP8",
+                remedy="Call the sequence as it is, with opfuser.replay, or without grad",
             )
         if exporting():
             # Its program is forward alone, which torch differentiates.
@@ -518,8 +512,8 @@ class OperationFuser(TracedCalls):
 def _check_tensors(input_: Tensor, extra_inputs: Sequence[Tensor]) -> None:
     if not isinstance(input_, Tensor) or not all(isinstance(t, Tensor) for t in extra_inputs):
         got = ", ".join(type(t).__name__ for t in (input_, *extra_inputs))
-        raise ArgumentTypeError(
-            explain("Inputs and extra inputs of operations are tensors", received=got)
+        raise ArgumentTypeError.explained(
+            "Inputs and extra inputs of operations are tensors", received=got
         )
 
 
@@ -572,12 +566,10 @@ def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     accepted = op._accepted_keywords()
     unknown = [] if accepted is None else sorted(set(kwargs).difference(accepted))
     if unknown:
-        raise OpKwargsError(
-            explain(
-                "op_kwargs may only hold keywords that the operation's forward takes",
-                where=type(op).__name__,
-                received=", ".join(unknown),
-            )
+        raise OpKwargsError.explained(
+            "op_kwargs may only hold keywords that the operation's forward takes",
+            where=type(op).__name__,
+            received=", ".join(unknown),
         )
 
 

@@ -58,22 +58,18 @@ def read(
     if isinstance(source, Mapping):
         return _parsed(_from_objects(source, given_to), known, given_to)
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(
-            explain(
-                "A configuration is a mapping or the path of a file",
-                where=given_to,
-                received=type(source).__name__,
-            )
+        raise ConfigError.explained(
+            "A configuration is a mapping or the path of a file",
+            where=given_to,
+            received=type(source).__name__,
         )
     file = os.fspath(source)
     root = _from_yaml(file)
     if not isinstance(root.value, dict) or "schema" not in root.value:
-        raise ConfigError(
-            explain(
-                "A configuration file states its schema",
-                where=file,
-                remedy=f"Begin it with the line 'schema: {SCHEMA}'",
-            )
+        raise ConfigError.explained(
+            "A configuration file states its schema",
+            where=file,
+            remedy=f"Begin it with the line 'schema: {SCHEMA}'",
         )
     return _parsed(root, known, file)
 
@@ -96,12 +92,10 @@ def _from_yaml(file: str) -> _Node:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
-        raise ConfigError(
-            explain(
-                "A configuration file is read with PyYAML, which is not installed",
-                where=file,
-                remedy="Run pip install opfuser[tools]",
-            )
+        raise ConfigError.explained(
+            "A configuration file is read with PyYAML, which is not installed",
+            where=file,
+            remedy="Run pip install opfuser[tools]",
         ) from error
     try:
         with open(file, encoding="utf-8") as opened:
@@ -110,15 +104,15 @@ def _from_yaml(file: str) -> _Node:
             return _from_node(loader, root, file, 1)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            explain("The configuration file cannot be read", where=file, received=why)
+        raise ConfigError.explained(
+            "The configuration file cannot be read", where=file, received=why
         ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = file if mark is None else f"{file}:{mark.line + 1}"
         why = getattr(error, "problem", None) or str(error)
-        raise ConfigError(
-            explain("A configuration file is YAML", where=where, received=why)
+        raise ConfigError.explained(
+            "A configuration file is YAML", where=where, received=why
         ) from error
 
 
@@ -138,12 +132,10 @@ def _from_node(loader: Any, node: Any, file: str, line: int, depth: int = 0) -> 
         at = key.start_mark.line + 1
         if not isinstance(key.value, str) or key.value in out:
             name = key.value if isinstance(key.value, str) else key.id
-            raise ConfigError(
-                explain(
-                    "A key is a word that stands once in its mapping",
-                    where=f"{file}:{at}",
-                    received=repr(name),
-                )
+            raise ConfigError.explained(
+                "A key is a word that stands once in its mapping",
+                where=f"{file}:{at}",
+                received=repr(name),
             )
         out[key.value] = _from_node(loader, item, file, at, depth + 1)
     return _Node(out, where)
@@ -153,30 +145,26 @@ def _scalar(loader: Any, node: Any, where: str) -> Any:
     try:
         return loader.construct_object(node)
     except ValueError as error:  # of Python, for a date or a tagged number that is none
-        raise ConfigError(
-            explain("A configuration file is YAML", where=where, received=str(error))
+        raise ConfigError.explained(
+            "A configuration file is YAML", where=where, received=str(error)
         ) from error
 
 
 def _parsed(root: _Node, known: Mapping[str, Stage], source: str) -> FusionConfig:
     misplaced = [key for key in root.value if key in known] if isinstance(root.value, dict) else []
     if misplaced:
-        raise ConfigError(
-            explain(
-                "A fusion is listed under its stage",
-                where=root.value[misplaced[0]].where,
-                received=f"{misplaced[0]} at the top",
-                remedy=f"Move it to {known[misplaced[0]]}",
-            )
+        raise ConfigError.explained(
+            "A fusion is listed under its stage",
+            where=root.value[misplaced[0]].where,
+            received=f"{misplaced[0]} at the top",
+            remedy=f"Move it to {known[misplaced[0]]}",
         )
     top = _mapping(root, "the configuration", _TOP)
     if "schema" in top and top["schema"].value != SCHEMA:
-        raise ConfigError(
-            explain(
-                f"The schema of a configuration is {SCHEMA}",
-                where=top["schema"].where,
-                received=_shown(top["schema"]),
-            )
+        raise ConfigError.explained(
+            f"The schema of a configuration is {SCHEMA}",
+            where=top["schema"].where,
+            received=_shown(top["schema"]),
         )
     settings: list[Setting] = []
     listed: list[str] = []
@@ -185,13 +173,11 @@ def _parsed(root: _Node, known: Mapping[str, Stage], source: str) -> FusionConfi
             names = _mapping(top[stage], stage, known)
             for name, node in names.items():
                 if known[name] != stage:
-                    raise ConfigError(
-                        explain(
-                            "A fusion is listed under its stage",
-                            where=node.at(stage),
-                            received=name,
-                            remedy=f"Move it to {known[name]}",
-                        )
+                    raise ConfigError.explained(
+                        "A fusion is listed under its stage",
+                        where=node.at(stage),
+                        received=name,
+                        remedy=f"Move it to {known[name]}",
                     )
                 settings += _settings(node, name, "")
             listed += names
@@ -207,12 +193,10 @@ def _is_listed(order: _Node | None) -> bool:
     if order is None or order.value == "registered":
         return False
     if order.value != "listed":
-        raise ConfigError(
-            explain(
-                "The order is 'registered', or 'listed' for that of the configuration",
-                where=order.where,
-                received=_shown(order),
-            )
+        raise ConfigError.explained(
+            "The order is 'registered', or 'listed' for that of the configuration",
+            where=order.where,
+            received=_shown(order),
         )
     return True
 
@@ -220,13 +204,11 @@ def _is_listed(order: _Node | None) -> bool:
 def _mapping(node: _Node, what: str, keys: Iterable[str] | None = None) -> dict[str, _Node]:
     """The items of a mapping, whose keys are among ``keys``."""
     if not isinstance(node.value, dict):
-        raise ConfigError(
-            explain(
-                "Settings stand in mappings",
-                where=node.at(what),
-                received=_shown(node),
-                remedy="Write settings below the name, as 'enabled: false'",
-            )
+        raise ConfigError.explained(
+            "Settings stand in mappings",
+            where=node.at(what),
+            received=_shown(node),
+            remedy="Write settings below the name, as 'enabled: false'",
         )
     for key, item in node.value.items():
         if not isinstance(key, str) or not key or (keys is not None and key not in keys):
@@ -267,8 +249,8 @@ def _value(key: str, node: _Node, what: str) -> Any:
         "min_numel": "a number of elements, 0 or more",
         "dtypes": "a list of dtypes, or any",
     }
-    raise ConfigError(
-        explain(f"{key} is {wanted[key]}", where=node.at(what), received=_shown(node))
+    raise ConfigError.explained(
+        f"{key} is {wanted[key]}", where=node.at(what), received=_shown(node)
     )
 
 

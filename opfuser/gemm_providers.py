@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from .errors import ArgumentError, explain
+from .errors import ArgumentError
 from .libraries import imported
 
 __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names", "register"]
@@ -136,13 +136,11 @@ def register(provider: GemmProvider) -> None:
         ArgumentError: there is one of that name.
     """
     if provider.name in names():
-        raise ArgumentError(
-            explain(
-                "The name of a GEMM provider is its own",
-                where="register",
-                received=repr(provider.name),
-                remedy="Register it once, under another name",
-            )
+        raise ArgumentError.explained(
+            "The name of a GEMM provider is its own",
+            where="register",
+            received=repr(provider.name),
+            remedy="Register it once, under another name",
         )
     _providers[provider.name] = provider
 
@@ -162,13 +160,11 @@ def find(name: str) -> GemmProvider | None:
     if found is not None:
         return found
     close = difflib.get_close_matches(str(name), names(), n=1)
-    raise ArgumentError(
-        explain(
-            f"A GEMM provider is one of {', '.join(names())}",
-            where="Recipe.gemm",
-            received=repr(name),
-            remedy=f"Did you mean {close[0]!r}?" if close else "Register it before",
-        )
+    raise ArgumentError.explained(
+        f"A GEMM provider is one of {', '.join(names())}",
+        where="Recipe.gemm",
+        received=repr(name),
+        remedy=f"Did you mean {close[0]!r}?" if close else "Register it before",
     )
 
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from .errors import MissingPackageError, explain
+from .errors import MissingPackageError
 
 __all__ = ["imported", "installed", "required"]
 
@@ -50,12 +50,10 @@ def required(name: str, by: str, install: str) -> Any:
         return getattr(found, attribute) if attribute else found
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise MissingPackageError(
-            explain(
-                f"{by} needs {name.replace(':', '.')}",
-                received=f"{_version_of(module.partition('.')[0])}{reason}",
-                remedy=f"Run pip install '{install}'",
-            )
+        raise MissingPackageError.explained(
+            f"{by} needs {name.replace(':', '.')}",
+            received=f"{_version_of(module.partition('.')[0])}{reason}",
+            remedy=f"Run pip install '{install}'",
         ) from error
 
 

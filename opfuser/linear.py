@@ -14,7 +14,7 @@ from .basic.all_reduce import AllReduce
 from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
 from .basic.reduce_scatter import ReduceScatter
-from .errors import ArgumentError, explain
+from .errors import ArgumentError
 from .fusion import Optional
 from .op import BasicOperation, FusedOperation
 from .quantization.weights import WeightFormat, stored_in
@@ -198,13 +198,11 @@ class Linear(FusedOperation):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "bias" and param is not None and not self._has_bias_part():
-            raise ArgumentError(
-                explain(
-                    "A Linear that was made with bias=False cannot be given a bias",
-                    where=f"Linear({self.extra_repr()})",
-                    received=f"a parameter of shape {tuple(param.shape)}",
-                    remedy="Construct it with bias=True",
-                )
+            raise ArgumentError.explained(
+                "A Linear that was made with bias=False cannot be given a bias",
+                where=f"Linear({self.extra_repr()})",
+                received=f"a parameter of shape {tuple(param.shape)}",
+                remedy="Construct it with bias=True",
             )
         if name == "weight":
             self._basic_linear().refuse_codes_of_others(param)

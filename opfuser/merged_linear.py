@@ -14,7 +14,7 @@ from .basic._distributed import LinearSharding, shard_linear
 from .basic._projections import Projection, refusal
 from .basic.merged_linear import BasicMergedLinear, MergedBias
 from .context import COMPUTE_DTYPES
-from .errors import ArgumentError, NotSupportedError, explain
+from .errors import ArgumentError, NotSupportedError
 from .fusion import Optional
 from .op import BasicOperation, FusedOperation
 from .torch_internals import memory_of
@@ -99,21 +99,17 @@ class MergedLinear(FusedOperation):
         dtype = dtype or torch.get_default_dtype()
         with_bias = set(out_features if bias is True else bias or ())
         if min(in_features, *out_features.values(), 0) < 0 or with_bias - set(out_features):
-            raise ArgumentError(
-                explain(
-                    "Sizes must not be negative, and biases are those of projections",
-                    where=where,
-                    received=f"in_features={in_features}, out_features={dict(out_features)}, "
-                    f"bias={bias!r}",
-                )
+            raise ArgumentError.explained(
+                "Sizes must not be negative, and biases are those of projections",
+                where=where,
+                received=f"in_features={in_features}, out_features={dict(out_features)}, "
+                f"bias={bias!r}",
             )
         if dtype not in COMPUTE_DTYPES:
-            raise ArgumentError(
-                explain(
-                    "A linear operation computes in float16, bfloat16, float32 or float64",
-                    where=where,
-                    received=str(dtype),
-                )
+            raise ArgumentError.explained(
+                "A linear operation computes in float16, bfloat16, float32 or float64",
+                where=where,
+                received=str(dtype),
             )
 
         def shard(size: int) -> LinearSharding:
@@ -160,16 +156,14 @@ class MergedLinear(FusedOperation):
         made = {name: Projection.of(module, cls.__name__) for name, module in modules.items()}
         kinds = {(p.in_features, p.weight.dtype, p.weight.device) for p in made.values()}
         if len(kinds) > 1 or any(dtype not in COMPUTE_DTYPES for _, dtype, _ in kinds):
-            raise ArgumentError(
-                explain(
-                    "Projections that are merged have one in_features, and weights of one dtype "
-                    "that linear operations compute in, on one device",
-                    where=cls.__name__,
-                    received=", ".join(
-                        f"{name}: {p.in_features}, {p.weight.dtype}, {p.weight.device}"
-                        for name, p in made.items()
-                    ),
-                )
+            raise ArgumentError.explained(
+                "Projections that are merged have one in_features, and weights of one dtype "
+                "that linear operations compute in, on one device",
+                where=cls.__name__,
+                received=", ".join(
+                    f"{name}: {p.in_features}, {p.weight.dtype}, {p.weight.device}"
+                    for name, p in made.items()
+                ),
             )
         self = cls.__new__(cls)
         self._hold(made, accumulate_into_main_grad, accumulate_into_grad)
@@ -185,12 +179,10 @@ class MergedLinear(FusedOperation):
         holders = type(self), BasicMergedLinear, MergedBias
         taken = [n for n in projections if n in _TAKEN or any(hasattr(h, n) for h in holders)]
         if not projections or taken or any(n[:1] in ("", "_") or "." in n for n in projections):
-            raise ArgumentError(
-                explain(
-                    "Projections have names, without dots, that are no attributes of the module",
-                    where=type(self).__name__,
-                    received=repr(list(projections)),
-                )
+            raise ArgumentError.explained(
+                "Projections have names, without dots, that are no attributes of the module",
+                where=type(self).__name__,
+                received=repr(list(projections)),
             )
         weights = BasicMergedLinear(
             projections,
@@ -269,14 +261,12 @@ class MergedLinear(FusedOperation):
                 continue
             plain = all(type(t) is nn.Parameter for t in found)
             if not plain or len({(t.dtype, t.device) for t in tensors}) > 1:
-                raise ArgumentError(
-                    explain(
-                        "Parameters in one storage are plain ones, of one dtype and device",
-                        where=f"{type(self).__name__}({self.extra_repr()})",
-                        received=", ".join(
-                            f"{type(t).__name__} {'' if t is None else t.dtype}" for t in found
-                        ),
-                    )
+                raise ArgumentError.explained(
+                    "Parameters in one storage are plain ones, of one dtype and device",
+                    where=f"{type(self).__name__}({self.extra_repr()})",
+                    received=", ".join(
+                        f"{type(t).__name__} {'' if t is None else t.dtype}" for t in found
+                    ),
                 )
             if gemm.one_behind_another(tensors) is None:
                 whole = torch.cat([t.detach() for t in tensors])
@@ -322,22 +312,18 @@ class MergedLinear(FusedOperation):
         if not why:
             return super().forward(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         if self._weights.sharding.mode is not None:
-            raise NotSupportedError(
-                explain(
-                    "Modules that are called know nothing of other ranks",
-                    where=f"{type(self).__name__}({self.extra_repr()})",
-                    received=f"tensor_parallel=True, where it {why}",
-                    remedy="Put the plain projections back",
-                )
+            raise NotSupportedError.explained(
+                "Modules that are called know nothing of other ranks",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=f"tensor_parallel=True, where it {why}",
+                remedy="Put the plain projections back",
             )
         if self.accumulate_into_main_grad:
-            raise NotSupportedError(
-                explain(
-                    "Modules that are called give gradients to autograd, not to main_grad",
-                    where=f"{type(self).__name__}({self.extra_repr()})",
-                    received=f"accumulate_into_main_grad=True, where it {why}",
-                    remedy="Set it to False, or put the plain projections back",
-                )
+            raise NotSupportedError.explained(
+                "Modules that are called give gradients to autograd, not to main_grad",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=f"accumulate_into_main_grad=True, where it {why}",
+                remedy="Set it to False, or put the plain projections back",
             )
         return torch.cat([module(input) for module in self.projections().values()], -1)
 

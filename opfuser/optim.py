@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .basic._master import Pair, WriteDetector
 from .basic._whole_gradient import WholeGradient
 from .basic.basic_linear import BasicLinear
-from .errors import ArgumentError, MasterWeightError, NotSupportedError, explain
+from .errors import ArgumentError, MasterWeightError, NotSupportedError
 from .linear import Linear
 from .quantization.weights import is_fp8, take_initial_value
 
@@ -116,22 +116,18 @@ class MasterWeights(Optimizer):
     def _check_param(self, param: nn.Parameter) -> None:
         received = f"{self._name_of(param)} of {param.dtype} and shape {tuple(param.shape)}"
         if param.is_meta:
-            raise ArgumentError(
-                explain(
-                    "Parameters have values, which masters begin with",
-                    where="MasterWeights",
-                    received=f"{received} on the meta device",
-                    remedy="Materialise the model first: to_empty replaces its parameters",
-                )
+            raise ArgumentError.explained(
+                "Parameters have values, which masters begin with",
+                where="MasterWeights",
+                received=f"{received} on the meta device",
+                remedy="Materialise the model first: to_empty replaces its parameters",
             )
         if is_fp8(param.dtype) and param not in self._linears:
-            raise ArgumentError(
-                explain(
-                    "Parameters in FP8 are weights of linear operations of the model",
-                    where="MasterWeights",
-                    received=received,
-                    remedy="Pass the model that has it",
-                )
+            raise ArgumentError.explained(
+                "Parameters in FP8 are weights of linear operations of the model",
+                where="MasterWeights",
+                received=received,
+                remedy="Pass the model that has it",
             )
 
     def _name_of(self, param: nn.Parameter) -> str:
@@ -166,13 +162,11 @@ class MasterWeights(Optimizer):
     def _refuse_derivatives(self) -> None:
         for pair in self._pairs.values():
             if pair.apart:
-                raise NotSupportedError(
-                    explain(
-                        "Rounding a master to its parameter has no derivative",
-                        where="MasterWeights",
-                        received=f"differentiable=True; {pair.name} of {pair.param.dtype}",
-                        remedy="Leave it off, or keep parameters in fp32",
-                    )
+                raise NotSupportedError.explained(
+                    "Rounding a master to its parameter has no derivative",
+                    where="MasterWeights",
+                    received=f"differentiable=True; {pair.name} of {pair.param.dtype}",
+                    remedy="Leave it off, or keep parameters in fp32",
                 )
 
     @staticmethod
@@ -228,27 +222,23 @@ class MasterWeights(Optimizer):
     def _check_groups(self) -> None:
         given = {param for group in self.param_groups for param in group["params"]}
         if given != self._pairs.keys():
-            raise ArgumentError(
-                explain(
-                    "Parameters come into groups by add_param_group, and stay there",
-                    where="MasterWeights",
-                    received=f"{len(given - self._pairs.keys())} that are new and"
-                    f" {len(self._pairs.keys() - given)} that are gone",
-                    remedy="Make another optimiser and load the state dict of this one",
-                )
+            raise ArgumentError.explained(
+                "Parameters come into groups by add_param_group, and stay there",
+                where="MasterWeights",
+                received=f"{len(given - self._pairs.keys())} that are new and"
+                f" {len(self._pairs.keys() - given)} that are gone",
+                remedy="Make another optimiser and load the state dict of this one",
             )
 
     def _check_weights(self) -> None:
         for pair in self._pairs.values():
             if pair.is_replaced():
-                raise MasterWeightError(
-                    explain(
-                        "A weight in FP8 stays the parameter that its optimiser was made for",
-                        where="MasterWeights",
-                        received=f"{pair.name}, in whose place the operation has another one",
-                        remedy="Make the optimiser after what replaces parameters, as"
-                        " load_state_dict(assign=True) does",
-                    )
+                raise MasterWeightError.explained(
+                    "A weight in FP8 stays the parameter that its optimiser was made for",
+                    where="MasterWeights",
+                    received=f"{pair.name}, in whose place the operation has another one",
+                    remedy="Make the optimiser after what replaces parameters, as"
+                    " load_state_dict(assign=True) does",
                 )
 
     @property
@@ -259,14 +249,12 @@ class MasterWeights(Optimizer):
     def _refuse_scaler(self) -> None:
         told = [self.__dict__.pop(name, None) for name in ("found_inf", "grad_scale")]
         if told[0] is not None:
-            raise NotSupportedError(
-                explain(
-                    "GradScaler unscales and checks grad alone",
-                    where="MasterWeights",
-                    received="gradients in main_grad",
-                    remedy="Leave accumulate_into_main_grad off, or train in bf16, which needs no"
-                    " scale",
-                )
+            raise NotSupportedError.explained(
+                "GradScaler unscales and checks grad alone",
+                where="MasterWeights",
+                received="gradients in main_grad",
+                remedy="Leave accumulate_into_main_grad off, or train in bf16, which needs no"
+                " scale",
             )
 
     def _started(self) -> list[Pair]:
@@ -285,13 +273,11 @@ class MasterWeights(Optimizer):
             if not pair.apart:
                 continue
             if pair.param.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise NotSupportedError(
-                    explain(
-                        "The first update of a parameter is none that a graph repeats",
-                        where="MasterWeights",
-                        received=f"{pair.name}, which has no state yet",
-                        remedy="Take a step before the graph is recorded",
-                    )
+                raise NotSupportedError.explained(
+                    "The first update of a parameter is none that a graph repeats",
+                    where="MasterWeights",
+                    received=f"{pair.name}, which has no state yet",
+                    remedy="Take a step before the graph is recorded",
                 )
             pair.begin()
 
@@ -457,13 +443,11 @@ class MasterWeights(Optimizer):
         """
         given, own = ([len(g["params"]) for g in of] for of in (groups, self.param_groups))
         if given != own:
-            raise ArgumentError(
-                explain(
-                    "A state dict has the groups of the optimiser, with as many parameters each",
-                    where="MasterWeights",
-                    received=f"groups of {given} parameters for those of {own}",
-                    remedy="Make the optimiser with the groups that were saved",
-                )
+            raise ArgumentError.explained(
+                "A state dict has the groups of the optimiser, with as many parameters each",
+                where="MasterWeights",
+                received=f"groups of {given} parameters for those of {own}",
+                remedy="Make the optimiser with the groups that were saved",
             )
         keys = (key for group in groups for key in group["params"])
         params = (param for group in self.param_groups for param in group["params"])
@@ -484,14 +468,12 @@ def _check_master(pair: Pair, master: Any) -> None:
     if isinstance(master, Tensor) and master.shape == pair.master.shape:
         return
     found = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else repr(master)
-    raise ArgumentError(
-        explain(
-            "The state has a master of the shape of its parameter",
-            where="MasterWeights",
-            received=f'"{_MASTER}" of {found} for {pair.name} of shape {tuple(pair.param.shape)}',
-            remedy="Load what was saved of the same model, or delete the state of this parameter,"
-            " which then begins with its value",
-        )
+    raise ArgumentError.explained(
+        "The state has a master of the shape of its parameter",
+        where="MasterWeights",
+        received=f'"{_MASTER}" of {found} for {pair.name} of shape {tuple(pair.param.shape)}',
+        remedy="Load what was saved of the same model, or delete the state of this parameter,"
+        " which then begins with its value",
     )
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .errors import FusionError, explain
+from .errors import FusionError
 from .fusion import Fusion
 from .op import FusedOperation
 
@@ -79,21 +79,17 @@ def _register(value: Any, add: Callable[[Fusion], object]) -> None:
         return
     elif isinstance(value, type) and issubclass(value, FusedOperation):
         if "handle" not in vars(value):
-            raise FusionError(
-                explain(
-                    "A class that is a plug-in is decorated with opfuser.fusion",
-                    received=f"{value.__module__}:{value.__qualname__}",
-                )
+            raise FusionError.explained(
+                "A class that is a plug-in is decorated with opfuser.fusion",
+                received=f"{value.__module__}:{value.__qualname__}",
             )
     elif inspect.isfunction(value) and _takes_nothing(value):
         value()
     else:
-        raise FusionError(
-            explain(
-                "A plug-in is a Fusion, a decorated class, a module, or a function without "
-                "arguments that registers fusions",
-                received=repr(value),
-            )
+        raise FusionError.explained(
+            "A plug-in is a Fusion, a decorated class, a module, or a function without "
+            "arguments that registers fusions",
+            received=repr(value),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 import torch
 
 from . import gemm_providers
-from .errors import ArgumentError, NotSupportedError, explain
+from .errors import ArgumentError, NotSupportedError
 
 __all__ = [
     "DelayedScaling",
@@ -178,10 +178,10 @@ class Recipe:
             object.__setattr__(self, "wgrad", "bf16")
 
     def _wrong(self, invariant: str, received: str) -> NoReturn:
-        raise ArgumentError(explain(invariant, where=type(self).__name__, received=received))
+        raise ArgumentError.explained(invariant, where=type(self).__name__, received=received)
 
     def _refuse(self, invariant: str, received: str) -> NoReturn:
-        raise NotSupportedError(explain(invariant, where=type(self).__name__, received=received))
+        raise NotSupportedError.explained(invariant, where=type(self).__name__, received=received)
 
     def dtype(self, role: str) -> torch.dtype:
         """The format of an ``"input"``, a ``"weight"`` or a ``"grad_output"``."""

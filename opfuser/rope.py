@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ArgumentTypeError, explain
+from .errors import ArgumentError, ArgumentTypeError
 from .rope_configuration import read_configuration
 
 __all__ = ["Frequencies", "RopeScaling"]
@@ -353,7 +353,7 @@ def _attention_of_yarn(factor: float, scale: float) -> float:
 def _refuse(
     invariant: str, received: str, remedy: str = "", where: str = "RopeScaling"
 ) -> NoReturn:
-    raise ArgumentError(explain(invariant, where=where, received=received, remedy=remedy))
+    raise ArgumentError.explained(invariant, where=where, received=received, remedy=remedy)
 
 
 def _list(names: Iterable[str]) -> str:
@@ -369,8 +369,8 @@ def _sequence(name: str, value: Any, where: str) -> Iterable[Any]:
     received = repr(value)
     if isinstance(value, Tensor):
         received = f"a tensor {tuple(value.shape)} on {value.device}"
-    raise ArgumentTypeError(
-        explain(f"{name} must be a sequence of numbers", where=where, received=received)
+    raise ArgumentTypeError.explained(
+        f"{name} must be a sequence of numbers", where=where, received=received
     )
 
 
@@ -378,7 +378,9 @@ def _number(name: str, value: Any, where: str) -> float:
     """``value`` as Python's int or float."""
     if not isinstance(value, Real) or isinstance(value, bool):
         received = "a tensor" if isinstance(value, Tensor) else repr(value)
-        raise ArgumentTypeError(explain(f"{name} must be a number", where=where, received=received))
+        raise ArgumentTypeError.explained(
+            f"{name} must be a number", where=where, received=received
+        )
     number = int(value) if isinstance(value, Integral) else float(value)
     domain, inside = "finite and positive", 0 < number < math.inf
     if name == "frequencies":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .errors import ArgumentError, explain
+from .errors import ArgumentError
 
 __all__ = ["RotaryConfiguration", "field_of", "read_configuration"]
 
@@ -117,11 +117,9 @@ def _of_layers(config: Any, given: Mapping[str, Any], layer_type: str | None) ->
     chosen = None if layer_type is None else of_types.get(layer_type)
     if isinstance(chosen, Mapping):
         return chosen
-    raise ArgumentError(
-        explain(
-            "The types of layers have rotary embeddings of their own",
-            where="from_hf",
-            received=f"layer_type={layer_type!r}",
-            remedy=f"Pass layer_type: one of {', '.join(map(repr, of_types))}",
-        )
+    raise ArgumentError.explained(
+        "The types of layers have rotary embeddings of their own",
+        where="from_hf",
+        received=f"layer_type={layer_type!r}",
+        remedy=f"Pass layer_type: one of {', '.join(map(repr, of_types))}",
     )

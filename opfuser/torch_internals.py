@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.nn.utils import parametrize
 
-from .errors import TorchVersionError, explain
+from .errors import TorchVersionError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,12 +68,10 @@ def _needed(name: str, by: str, *, built: bool = True) -> Any:
     """What has a name; instead, an error says that ``by`` needs it."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise TorchVersionError(
-            explain(
-                f"{by} needs {name.replace(':', '.')}",
-                received=f"torch {torch.__version__}, which does not have it",
-                remedy=f"Install a torch from {TESTED['torch']}, or do without",
-            )
+        raise TorchVersionError.explained(
+            f"{by} needs {name.replace(':', '.')}",
+            received=f"torch {torch.__version__}, which does not have it",
+            remedy=f"Install a torch from {TESTED['torch']}, or do without",
         )
 
     return _find(name, refuse, built=built)
@@ -81,12 +79,10 @@ def _needed(name: str, by: str, *, built: bool = True) -> Any:
 
 OLDEST = 2, 11
 if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-    raise TorchVersionError(
-        explain(
-            f"opfuser needs torch {OLDEST[0]}.{OLDEST[1]} or later",
-            received=f"torch {torch.__version__}",
-            remedy=f"Run pip install --upgrade 'torch>={OLDEST[0]}.{OLDEST[1]}'",
-        )
+    raise TorchVersionError.explained(
+        f"opfuser needs torch {OLDEST[0]}.{OLDEST[1]} or later",
+        received=f"torch {torch.__version__}",
+        remedy=f"Run pip install --upgrade 'torch>={OLDEST[0]}.{OLDEST[1]}'",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ArgumentTypeError, explain
+from ..errors import ArgumentError, ArgumentTypeError
 from ..quantization.recipe_state import Elsewhere
 from ..quantization.region import autocast
 from ..quantization.state import forget_state_of_parameters
@@ -151,13 +151,11 @@ def _sequences(model: nn.Module) -> Iterator[nn.Module]:
     """
     states = [state for module in model.modules() if (state := state_of(module)) is not None]
     if states and not any(state.decisions for state in states):
-        raise ArgumentError(
-            explain(
-                "Which linear operations compute a model is known once it was called",
-                where="init_recipe_state",
-                received=f"a {type(model).__name__} that was not called since opfuser.apply",
-                remedy="Pass an example to apply, or call the model once",
-            )
+        raise ArgumentError.explained(
+            "Which linear operations compute a model is known once it was called",
+            where="init_recipe_state",
+            received=f"a {type(model).__name__} that was not called since opfuser.apply",
+            remedy="Pass an example to apply, or call the model once",
         )
     for decision in (decision for state in states for decision in state.decisions):
         if decision.built is not None:
@@ -180,13 +178,11 @@ def is_computed(module: nn.Module) -> bool:
 
 def _check(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            explain(
-                "A model is a torch.nn.Module",
-                where="opfuser.apply",
-                received=type(model).__name__,
-                remedy="Build or load it first",
-            )
+        raise ArgumentTypeError.explained(
+            "A model is a torch.nn.Module",
+            where="opfuser.apply",
+            received=type(model).__name__,
+            remedy="Build or load it first",
         )
 
 
@@ -205,13 +201,11 @@ def _bound(model: nn.Module, example: Any) -> inspect.BoundArguments:
     try:
         return inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise ArgumentTypeError(
-            explain(
-                "An example has the arguments of one call of the model",
-                where="opfuser.apply",
-                received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
-                remedy=f"The forward takes {inspect.signature(model.forward)}",
-            )
+        raise ArgumentTypeError.explained(
+            "An example has the arguments of one call of the model",
+            where="opfuser.apply",
+            received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
+            remedy=f"The forward takes {inspect.signature(model.forward)}",
         ) from None
 
 

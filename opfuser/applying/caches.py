@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 
 __all__ = ["WithoutGradients"]
 
@@ -46,12 +46,10 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        raise NotSupportedError(
-            explain(
-                "Gradients do not flow into keys and values that a cache keeps of another call",
-                where="a model to which opfuser.apply was applied",
-                received="a backward pass through them",
-                remedy="Pass use_cache=False, compute both calls without gradients, or call "
-                "opfuser.revert(model)",
-            )
+        raise NotSupportedError.explained(
+            "Gradients do not flow into keys and values that a cache keeps of another call",
+            where="a model to which opfuser.apply was applied",
+            received="a backward pass through them",
+            remedy="Pass use_cache=False, compute both calls without gradients, or call "
+            "opfuser.revert(model)",
         )

@@ -22,7 +22,7 @@ from torch.nn import functional
 from .. import torch_internals as internals
 from ..basic import CrossEntropy
 from ..context import autocast_dtype
-from ..errors import NotSupportedError, OpfuserError, explain
+from ..errors import NotSupportedError, OpfuserError
 from ..reading.built import Built
 from ..reading.call_key import is_plain
 from ..reading.construction import build
@@ -149,14 +149,12 @@ class _Call:
     def check(self) -> None:
         """Raises NotSupportedError if something was written to that logits are computed of."""
         if self._current() != self._versions:
-            raise NotSupportedError(
-                explain(
-                    "Logits that are computed after the call of their module need its input and "
-                    "its parameters as they were",
-                    where="a model to which opfuser.apply(fused_loss=True) was applied",
-                    received="an input or a parameter that was written to since",
-                    remedy="Write to a copy, or apply with fused_loss=False",
-                )
+            raise NotSupportedError.explained(
+                "Logits that are computed after the call of their module need its input and "
+                "its parameters as they were",
+                where="a model to which opfuser.apply(fused_loss=True) was applied",
+                received="an input or a parameter that was written to since",
+                remedy="Write to a copy, or apply with fused_loss=False",
             )
 
     def compute(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedError, explain
+from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedError
 from ..recording import refuse_watching, seen_whole
 from ..tracing import stands_in
 
@@ -106,12 +106,10 @@ class KVCache(StoresLast):
 
     def __init__(self, max_length: int | None = None) -> None:
         if max_length is not None and max_length < 1:
-            raise ArgumentError(
-                explain(
-                    "max_length must be positive or None",
-                    where="KVCache",
-                    received=f"max_length={max_length}",
-                )
+            raise ArgumentError.explained(
+                "max_length must be positive or None",
+                where="KVCache",
+                received=f"max_length={max_length}",
             )
         self.max_length = max_length
         self.length: int | Tensor = 0
@@ -195,34 +193,28 @@ class KVCache(StoresLast):
         for name, kept, new in (("keys", self._k, k), ("values", self._v, v)):
             if four and kept is not None and _kind(kept) != _kind(new):
                 shape, size, dtype, device = _kind(kept)
-                raise InputError(
-                    explain(
-                        f"The {name} of a cache have one batch, number of heads, head size, dtype "
-                        f"and device: {tuple(shape)}, {size}, {dtype}, {device}",
-                        where="KVCache",
-                        received=f"{tuple(new.shape)} of {new.dtype} on {new.device}",
-                        remedy="Make a cache for each batch, or for each operation",
-                    )
+                raise InputError.explained(
+                    f"The {name} of a cache have one batch, number of heads, head size, dtype "
+                    f"and device: {tuple(shape)}, {size}, {dtype}, {device}",
+                    where="KVCache",
+                    received=f"{tuple(new.shape)} of {new.dtype} on {new.device}",
+                    remedy="Make a cache for each batch, or for each operation",
                 )
         if not four or k.shape[:3] != v.shape[:3]:
-            raise InputError(
-                explain(
-                    "Keys and values have one batch, number of heads and number of positions",
-                    where="KVCache",
-                    received=f"keys {tuple(k.shape)}, values {tuple(v.shape)}",
-                    remedy="Pass keys (B, K, S, D) and values (B, K, S, V)",
-                )
+            raise InputError.explained(
+                "Keys and values have one batch, number of heads and number of positions",
+                where="KVCache",
+                received=f"keys {tuple(k.shape)}, values {tuple(v.shape)}",
+                remedy="Pass keys (B, K, S, D) and values (B, K, S, V)",
             )
         count, filled = k.shape[2], _known(self.length)
         if self.max_length is not None and filled + count > self.max_length:
-            raise CacheFullError(
-                explain(
-                    "A cache keeps no more than max_length positions",
-                    where="KVCache",
-                    received=f"{count} positions, max_length={self.max_length}"
-                    + (f", of which {filled} are filled" if filled else ""),
-                    remedy="Make it longer, pass KVCache(), which grows, or call reset()",
-                )
+            raise CacheFullError.explained(
+                "A cache keeps no more than max_length positions",
+                where="KVCache",
+                received=f"{count} positions, max_length={self.max_length}"
+                + (f", of which {filled} are filled" if filled else ""),
+                remedy="Make it longer, pass KVCache(), which grows, or call reset()",
             )
 
 
@@ -258,13 +250,11 @@ class PendingCache(StoresLast):
     def take(self, k: Tensor, v: Tensor) -> Extended:
         """Returns what the cache does, and has its ``keep`` for later."""
         if self._keep is not None:
-            raise InputError(
-                explain(
-                    "A cache belongs to one operation, which a sequence calls once",
-                    where="KVCache",
-                    received="a second call in one call of a sequence",
-                    remedy="Make a cache for each operation, and an operation for each call",
-                )
+            raise InputError.explained(
+                "A cache belongs to one operation, which a sequence calls once",
+                where="KVCache",
+                received="a second call in one call of a sequence",
+                remedy="Make a cache for each operation, and an operation for each call",
             )
         if isinstance(self._cache, PendingCache):  # of the sequence around, which stores later
             self._keep = _nothing
@@ -308,13 +298,11 @@ def extended(cache: Any, k: Tensor, v: Tensor) -> Extended:
         return cache.extended(k, v)
     start = getattr(cache, "start", None)
     if start is None and getattr(cache, "is_compileable", False):
-        raise NotSupportedError(
-            explain(
-                "A cache that returns positions which are not filled must say where queries begin",
-                where="DotProductAttention",
-                received=type(cache).__name__,
-                remedy="Pass KVCache(max_length)",
-            )
+        raise NotSupportedError.explained(
+            "A cache that returns positions which are not filled must say where queries begin",
+            where="DotProductAttention",
+            received=type(cache).__name__,
+            remedy="Pass KVCache(max_length)",
         )
     if is_replacing(cache) and not stands_in(k):
         return extended_copy(cache, k, v)

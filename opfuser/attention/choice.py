@@ -12,7 +12,7 @@ import torch
 from torch.backends.cuda import SDPAParams
 
 from .. import torch_internals as internals
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..recording import unseen
 from ..tracing import stands_in, transforms_active
@@ -127,12 +127,10 @@ def _find(request: Request, forced: str | None, without: tuple[str, ...] = ()) -
 
 
 def _refused(forced: str, reason: str) -> NotSupportedError:
-    return NotSupportedError(
-        explain(
-            f"The kernel {forced!r} does not take this call: {reason}",
-            where="DotProductAttention",
-            remedy="With kernel=None one that takes it is chosen",
-        )
+    return NotSupportedError.explained(
+        f"The kernel {forced!r} does not take this call: {reason}",
+        where="DotProductAttention",
+        remedy="With kernel=None one that takes it is chosen",
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_internals as internals
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from .call import Call, Heads, Request
 
 __all__ = [
@@ -48,14 +48,12 @@ def refuse_counted_positions(where: str) -> None:
         where: the operation that would count positions from 0.
     """
     if is_active():
-        raise NotSupportedError(
-            explain(
-                "Positions in a part of a sequence do not begin at 0",
-                where=f"{where} within torch's context_parallel",
-                received="no positions",
-                remedy="Pass positions through op_kwargs, and have context_parallel cut them as it "
-                "cuts the tokens",
-            )
+        raise NotSupportedError.explained(
+            "Positions in a part of a sequence do not begin at 0",
+            where=f"{where} within torch's context_parallel",
+            received="no positions",
+            remedy="Pass positions through op_kwargs, and have context_parallel cut them as it "
+            "cuts the tokens",
         )
 
 
@@ -77,13 +75,11 @@ class Attended(NamedTuple):
             NotSupportedError: backward runs outside of ``context_parallel``.
         """
         if not is_active():
-            raise NotSupportedError(
-                explain(
-                    "Backward exchanges keys and values as forward did",
-                    where=_WHERE,
-                    received="a backward pass outside of it",
-                    remedy="Call backward within context_parallel",
-                )
+            raise NotSupportedError.explained(
+                "Backward exchanges keys and values as forward did",
+                where=_WHERE,
+                received="a backward pass outside of it",
+                remedy="Call backward within context_parallel",
             )
         return torch.autograd.grad(self.output, self.heads, dy, retain_graph=True)
 
@@ -115,13 +111,11 @@ def refuse_cache() -> None:
 
 
 def _refused(found: Iterable[str]) -> NotSupportedError:
-    return NotSupportedError(
-        explain(
-            "Attention across processes has causality and a scale, and nothing else",
-            where=_WHERE,
-            received=", ".join(found),
-            remedy="Leave it out, or run without context_parallel",
-        )
+    return NotSupportedError.explained(
+        "Attention across processes has causality and a scale, and nothing else",
+        where=_WHERE,
+        received=", ".join(found),
+        remedy="Leave it out, or run without context_parallel",
     )
 
 

@@ -13,7 +13,7 @@ from ..attention.blockwise import hidden_keys
 from ..attention.cache import extended
 from ..attention.call import Call, Heads, Request, enabled_kernels
 from ..attention.context_parallel import refuse_cache
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..errors import ArgumentError, InputError, NotSupportedError
 from ..kernels.scalar import wide_dtype
 from ..tracing import columns, exporting, functional
 from ._numbers import real_number
@@ -150,11 +150,11 @@ def settings_of(op: Any, kernels: Sequence[str]) -> AttentionSettings:
 
 
 def _refuse(invariant: str, received: str) -> NoReturn:
-    raise ArgumentError(explain(invariant, where=_WHERE, received=received))
+    raise ArgumentError.explained(invariant, where=_WHERE, received=received)
 
 
 def _refuse_input(invariant: str, received: str, remedy: str = "") -> NoReturn:
-    raise InputError(explain(invariant, where=_WHERE, received=received, remedy=remedy))
+    raise InputError.explained(invariant, where=_WHERE, received=received, remedy=remedy)
 
 
 def _features(t: Tensor) -> str:
@@ -352,13 +352,11 @@ def cached_heads(
             start = start + (x.k.shape[2] - x.q.shape[2])
         return Heads(x.q, k.to(x.q.dtype), v.to(x.q.dtype)), start, keep
     if k.shape[2] != x.k.shape[2]:
-        raise NotSupportedError(
-            explain(
-                "Keys and values of earlier calls have no gradients",
-                where=_WHERE,
-                received=f"{x.k.shape[2]} keys of this call, {k.shape[2]} in the cache",
-                remedy="Call under torch.no_grad(), or without a cache",
-            )
+        raise NotSupportedError.explained(
+            "Keys and values of earlier calls have no gradients",
+            where=_WHERE,
+            received=f"{x.k.shape[2]} keys of this call, {k.shape[2]} in the cache",
+            remedy="Call under torch.no_grad(), or without a cache",
         )
     return x, None, keep
 
@@ -381,13 +379,11 @@ def _check_sequences(x: Heads, cu_seqlens: Tensor, max_seqlen: Any, cache: Any) 
 def _check_constant(mask: Tensor) -> None:
     """Raises NotSupportedError for a mask that requires grad."""
     if mask.requires_grad:
-        raise NotSupportedError(
-            explain(
-                "A mask is a constant: it gets no gradient",
-                where=_WHERE,
-                received="a mask that requires grad",
-                remedy="Pass mask.detach(); core_attention_bias=True is for a bias that is trained",
-            )
+        raise NotSupportedError.explained(
+            "A mask is a constant: it gets no gradient",
+            where=_WHERE,
+            received="a mask that requires grad",
+            remedy="Pass mask.detach(); core_attention_bias=True is for a bias that is trained",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._distributed import GroupRef, check_sequence_dim, group_size, refuse_reference
 
 __all__ = ["Collective", "CollectiveAlong", "Exchange"]
@@ -66,9 +66,7 @@ class CollectiveAlong(Collective):
             return input_
         return self.passes[0](input_, self.process_group, self.dim)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input or group_size(self.process_group) == 1:
             return grad_output, ()
         return self.passes[1](grad_output, self.process_group, self.dim), ()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..errors import ArgumentError, InputError, NotSupportedError
 from ..recording import assume, seen_whole
 
 __all__ = [
@@ -109,13 +109,11 @@ def slice_vocabulary(
         return None
     largest = -(-classes // ranks)
     if largest * (ranks - 1) >= classes:
-        raise ArgumentError(
-            explain(
-                "Every rank must have a slice of the vocabulary, cut as by torch.chunk",
-                where=where,
-                received=f"{classes} classes, {ranks} ranks",
-                remedy="Pad the vocabulary to a multiple of the ranks, or use fewer of them",
-            )
+        raise ArgumentError.explained(
+            "Every rank must have a slice of the vocabulary, cut as by torch.chunk",
+            where=where,
+            received=f"{classes} classes, {ranks} ranks",
+            remedy="Pad the vocabulary to a multiple of the ranks, or use fewer of them",
         )
     start = largest * dist.get_rank(group)
     return VocabularySlice(group, ranks, classes, start, min(largest, classes - start))
@@ -164,29 +162,23 @@ def shard_linear(
     """
     check_sequence_dim(sequence_dim, where)
     if mode not in (None, "column", "row", "vocabulary"):
-        raise ArgumentError(
-            explain(
-                "tensor_parallel_mode must be None, 'column', 'row' or 'vocabulary'",
-                where=where,
-                received=repr(mode),
-            )
+        raise ArgumentError.explained(
+            "tensor_parallel_mode must be None, 'column', 'row' or 'vocabulary'",
+            where=where,
+            received=repr(mode),
         )
     if sequence_parallel and mode is None:
-        raise ArgumentError(
-            explain(
-                "sequence_parallel needs a tensor_parallel_mode",
-                where=where,
-                received="sequence_parallel=True, tensor_parallel_mode=None",
-                remedy="Pass tensor_parallel_mode='column' or 'row'",
-            )
+        raise ArgumentError.explained(
+            "sequence_parallel needs a tensor_parallel_mode",
+            where=where,
+            received="sequence_parallel=True, tensor_parallel_mode=None",
+            remedy="Pass tensor_parallel_mode='column' or 'row'",
         )
     if in_features < 0 or out_features < 0:
-        raise ArgumentError(
-            explain(
-                "in_features and out_features must not be negative",
-                where=where,
-                received=f"in_features={in_features}, out_features={out_features}",
-            )
+        raise ArgumentError.explained(
+            "in_features and out_features must not be negative",
+            where=where,
+            received=f"in_features={in_features}, out_features={out_features}",
         )
     ranks = 1 if mode is None else group_size(group)
     if ranks == 1:
@@ -198,12 +190,10 @@ def shard_linear(
         return LinearSharding("column", group, ranks, sequence_parallel, *sizes, sequence_dim)
     name, size = ("out", out_features) if mode == "column" else ("in", in_features)
     if size % ranks:
-        raise ArgumentError(
-            explain(
-                f"{name}_features must be a multiple of the tensor-parallel size in {mode} mode",
-                where=where,
-                received=f"{name}_features={size}, {ranks} ranks",
-            )
+        raise ArgumentError.explained(
+            f"{name}_features must be a multiple of the tensor-parallel size in {mode} mode",
+            where=where,
+            received=f"{name}_features={size}, {ranks} ranks",
         )
     if mode == "column":
         out_features //= ranks
@@ -216,13 +206,11 @@ def shard_linear(
 def check_sequence_dim(dim: int, where: str, name: str = "sequence_dim") -> None:
     """Raises ArgumentError for a dimension that is counted from the end: there are the features."""
     if dim < 0:
-        raise ArgumentError(
-            explain(
-                f"{name} must not be negative",
-                where=where,
-                received=f"{name}={dim}",
-                remedy="Count the dimensions from the first one",
-            )
+        raise ArgumentError.explained(
+            f"{name} must not be negative",
+            where=where,
+            received=f"{name}={dim}",
+            remedy="Count the dimensions from the first one",
         )
 
 
@@ -242,13 +230,11 @@ def _number_of_ranks() -> int:
 def refuse_reference(group: dist.ProcessGroup | None, where: str) -> None:
     """Raises NotSupportedError if the operation spans several ranks: a reference runs on one."""
     if group_size(group) > 1:
-        raise NotSupportedError(
-            explain(
-                "The reference of an operation covers one rank",
-                where=where,
-                received=f"a group of {group_size(group)} ranks",
-                remedy="Compare with the operation unsharded",
-            )
+        raise NotSupportedError.explained(
+            "The reference of an operation covers one rank",
+            where=where,
+            received=f"a group of {group_size(group)} ranks",
+            remedy="Compare with the operation unsharded",
         )
 
 
@@ -271,11 +257,9 @@ def gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
         InputError: ``x`` has no such dimension.
     """
     if x.dim() <= dim:
-        raise InputError(
-            explain(
-                f"Gathering along {_named(dim)} needs a tensor that has one",
-                received=f"shape {tuple(x.shape)}",
-            )
+        raise InputError.explained(
+            f"Gathering along {_named(dim)} needs a tensor that has one",
+            received=f"shape {tuple(x.shape)}",
         )
     ranks, shape = group_size(group), x.shape
     out = x.new_empty((ranks * shape[0], *shape[1:]))
@@ -295,13 +279,11 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> 
     """
     ranks = group_size(group)
     if x.dim() <= dim or x.shape[dim] % ranks:
-        raise InputError(
-            explain(
-                f"{_named(dim).capitalize()} of a tensor to scatter must be a multiple of the "
-                "group size",
-                received=f"shape {tuple(x.shape)}, {ranks} ranks",
-                remedy="Pad it, or run without sequence parallelism",
-            )
+        raise InputError.explained(
+            f"{_named(dim).capitalize()} of a tensor to scatter must be a multiple of the "
+            "group size",
+            received=f"shape {tuple(x.shape)}, {ranks} ranks",
+            remedy="Pad it, or run without sequence parallelism",
         )
     if dim:
         x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InputError, NotSupportedError, explain
+from ..errors import InputError, NotSupportedError
 from ..recording import unwatched
 from ._distributed import gather_into
 
@@ -60,13 +60,11 @@ def _told(header: Sequence[int]) -> str:
 def refuse_tracing(where: str) -> None:
     """Raises NotSupportedError while torch.compile traces."""
     if torch.compiler.is_compiling():
-        raise NotSupportedError(
-            explain(
-                "The host reads how many rows ranks exchange, which no graph holds",
-                where=where,
-                received="a call under torch.compile",
-                remedy="Compile what lies before and behind the experts",
-            )
+        raise NotSupportedError.explained(
+            "The host reads how many rows ranks exchange, which no graph holds",
+            where=where,
+            received="a call under torch.compile",
+            remedy="Compile what lies before and behind the experts",
         )
 
 
@@ -102,12 +100,10 @@ def route_of(
         host = torch.cat(each, 1).cpu()
     wrong_on = [f"rank {n}" for n, flag in enumerate(host[:, 2].tolist()) if flag]
     if wrong_on:
-        raise InputError(
-            explain(
-                "The split sizes must not be negative, and add up to the number of rows",
-                where="Dispatch",
-                received=f"others on {', '.join(wrong_on)}",
-            )
+        raise InputError.explained(
+            "The split sizes must not be negative, and add up to the number of rows",
+            where="Dispatch",
+            received=f"others on {', '.join(wrong_on)}",
         )
     _check_alike("make the same call", [_told(own) for own in host[:, 3:].tolist()])
     rank_sizes = host[:, :2].t().contiguous()
@@ -121,12 +117,10 @@ def route_of(
 
 def _check_alike(what: str, told: Sequence[str]) -> None:
     if len({*told}) > 1:
-        raise InputError(
-            explain(
-                f"All ranks of a group must {what}",
-                where="Dispatch",
-                received="; ".join(f"rank {n}: {text}" for n, text in enumerate(told)),
-            )
+        raise InputError.explained(
+            f"All ranks of a group must {what}",
+            where="Dispatch",
+            received="; ".join(f"rank {n}: {text}" for n, text in enumerate(told)),
         )
 
 

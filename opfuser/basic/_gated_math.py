@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
 from ..kernels.gated import Glu
 from ..kernels.scalar import ScalarFunction
@@ -21,8 +21,8 @@ def situ(beta1: float, beta2: float) -> Functions:
     """The functions of SiTUGLU, applied to gates and to linear units."""
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0 < beta < math.inf:
-            raise ArgumentError(
-                explain(f"{name} must be finite and positive", received=f"{name}={beta}")
+            raise ArgumentError.explained(
+                f"{name} must be finite and positive", received=f"{name}={beta}"
             )
     return SoftCappedSwish(beta1), SoftCap(beta2)
 
@@ -30,15 +30,15 @@ def situ(beta1: float, beta2: float) -> Functions:
 def clamped_swish(limit: float, alpha: float, offset: float) -> Functions:
     """The functions of ClampedSwiGLU, applied to gates and to linear units."""
     if not limit > 0:
-        raise ArgumentError(explain("limit must be positive", received=f"limit={limit}"))
+        raise ArgumentError.explained("limit must be positive", received=f"limit={limit}")
     return ClampedSwish(alpha, limit), ShiftedClamp(limit, offset)
 
 
 def make_glu(functions: Functions, interleave: int | None) -> Glu:
     """The gated product of those functions, in that layout."""
     if interleave is not None and interleave < 1:
-        raise ArgumentError(
-            explain("glu_interleave_size must be positive or None", received=str(interleave))
+        raise ArgumentError.explained(
+            "glu_interleave_size must be positive or None", received=str(interleave)
         )
     return Glu(*functions, interleave)
 
@@ -48,12 +48,9 @@ def check_glu_input(glu: Glu, x: Tensor, where: str) -> None:
     unit = 2 * (glu.interleave or 1)
     if x.dim() and not x.shape[-1] % unit:
         return
-    raise InputError(
-        explain(
-            f"The last dimension must be a multiple of {unit}, to divide into gates and "
-            "linear units",
-            where=where,
-            received=f"shape {tuple(x.shape)}",
-            remedy="Give the operation before it twice as many output features as this one's",
-        )
+    raise InputError.explained(
+        f"The last dimension must be a multiple of {unit}, to divide into gates and linear units",
+        where=where,
+        received=f"shape {tuple(x.shape)}",
+        remedy="Give the operation before it twice as many output features as this one's",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InputError, explain
+from ..errors import InputError
 
 __all__ = ["check_grouped_inputs"]
 
@@ -45,11 +45,8 @@ def check_grouped_inputs(
         wrong = f"scales of shape {tuple(scales.shape)}, expected ({rows},)"
     else:
         return
-    raise InputError(
-        explain(
-            "GroupedLinear takes rows, a split size per group and, with scale_bias, a scale per "
-            "row",
-            where=where,
-            received=wrong,
-        )
+    raise InputError.explained(
+        "GroupedLinear takes rows, a split size per group and, with scale_bias, a scale per row",
+        where=where,
+        received=wrong,
     )

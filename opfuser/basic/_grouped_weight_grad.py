@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..change_tracking import Note
-from ..errors import InputError, explain
+from ..errors import InputError
 from ._autograd_state import Destination, destination
 from ._weight_grad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
@@ -205,13 +205,11 @@ class DelayedWgrads(Note):
         """
         work, versions = self.pending.popleft()
         if work.product.versions() != versions:
-            raise InputError(
-                explain(
-                    "Input and gradient of the output must stay as they are until backward_dw",
-                    where=_WHERE,
-                    received="one that was modified in place since the backward pass",
-                    remedy="Call backward_dw before a buffer that they lie in is written to again",
-                )
+            raise InputError.explained(
+                "Input and gradient of the output must stay as they are until backward_dw",
+                where=_WHERE,
+                received="one that was modified in place since the backward pass",
+                remedy="Call backward_dw before a buffer that they lie in is written to again",
             )
         return work
 

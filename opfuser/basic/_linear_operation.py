@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
-from ..errors import InputError, explain
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..errors import InputError
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 from ._distributed import LinearSharding, gather_input, reduce_input_grad
 
 __all__ = ["LinearOperation"]
@@ -137,9 +137,7 @@ class LinearOperation(BasicOperation):
     ) -> Tensor:
         return gemm.forward(*self.operands(ctx, input_))
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         x = ctx.saved_tensors[0]
         dx, sharding = None, self.sharding
         parallel = sharding.mode is not None
@@ -155,11 +153,9 @@ class LinearOperation(BasicOperation):
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def _refuse_input(self, x: Tensor) -> NoReturn:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be in_features",
-                where=self._where(),
-                received=f"shape {tuple(x.shape)}",
-                remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
-            )
+        raise InputError.explained(
+            "The last dimension of the input must be in_features",
+            where=self._where(),
+            received=f"shape {tuple(x.shape)}",
+            remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
         )

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import MasterWeightError, explain
+from ..errors import MasterWeightError
 from ..quantization.weights import WeightFormat, check_scale, encode_weight
 from ._whole_gradient import WholeGradient
 
@@ -224,13 +224,11 @@ def _written(pair: Pair, late: bool = False) -> MasterWeightError:
     if late:
         received += ", and which a step has overwritten before the device told of it"
         remedy = "Write it again, and call read_parameters() before the next step"
-    return MasterWeightError(
-        explain(
-            "Parameters with master weights are written to by their optimiser alone",
-            where="MasterWeights",
-            received=received,
-            remedy=remedy,
-        )
+    return MasterWeightError.explained(
+        "Parameters with master weights are written to by their optimiser alone",
+        where="MasterWeights",
+        received=received,
+        remedy=remedy,
     )
 
 

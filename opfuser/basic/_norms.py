@@ -8,7 +8,7 @@ from numbers import Real
 
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedError, explain
+from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedError
 
 __all__ = [
     "as_rows",
@@ -32,12 +32,10 @@ def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[
         normalized_shape = (normalized_shape,)
     shape = tuple(normalized_shape)
     if not shape or min(shape) < 1:
-        raise ArgumentError(
-            explain(
-                "normalized_shape must hold one or more positive sizes",
-                where=where,
-                received=str(shape),
-            )
+        raise ArgumentError.explained(
+            "normalized_shape must hold one or more positive sizes",
+            where=where,
+            received=str(shape),
         )
     return shape
 
@@ -45,12 +43,12 @@ def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[
 def check_eps(eps: float, where: str) -> None:
     """Raises ArgumentTypeError or ArgumentError unless ``eps`` is a finite number of 0 or more."""
     if not isinstance(eps, Real):
-        raise ArgumentTypeError(
-            explain("eps must be a Python number", where=where, received=f"eps={eps!r}")
+        raise ArgumentTypeError.explained(
+            "eps must be a Python number", where=where, received=f"eps={eps!r}"
         )
     if not 0 <= eps < math.inf:
-        raise ArgumentError(
-            explain("eps must be finite and not negative", where=where, received=f"eps={eps}")
+        raise ArgumentError.explained(
+            "eps must be finite and not negative", where=where, received=f"eps={eps}"
         )
 
 
@@ -58,25 +56,21 @@ def refuse_sm_margin(sm_margin: int | dict[str, int], where: str) -> None:
     """Raises NotSupportedError if multiprocessors are to be kept free."""
     margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
     if any(margins):
-        raise NotSupportedError(
-            explain(
-                "The kernels cannot be told to leave multiprocessors free",
-                where=where,
-                received=f"sm_margin={sm_margin}",
-                remedy="Leave sm_margin out",
-            )
+        raise NotSupportedError.explained(
+            "The kernels cannot be told to leave multiprocessors free",
+            where=where,
+            received=f"sm_margin={sm_margin}",
+            remedy="Leave sm_margin out",
         )
 
 
 def refuse_input(input_: Tensor, where: str) -> None:
     """Raises InputError for an input that does not end in ``normalized_shape``."""
-    raise InputError(
-        explain(
-            "The last dimensions of the input must be normalized_shape",
-            where=where,
-            received=f"shape {tuple(input_.shape)}",
-            remedy="Pass a tensor whose last dimensions have these sizes",
-        )
+    raise InputError.explained(
+        "The last dimensions of the input must be normalized_shape",
+        where=where,
+        received=f"shape {tuple(input_.shape)}",
+        remedy="Pass a tensor whose last dimensions have these sizes",
     )
 
 

@@ -6,7 +6,7 @@ from numbers import Real
 
 from torch import Tensor
 
-from ..errors import ArgumentTypeError, explain
+from ..errors import ArgumentTypeError
 
 __all__ = ["real_number"]
 
@@ -23,11 +23,9 @@ def real_number(value: object, name: str, where: str, remedy: str = "") -> float
         return value
     if isinstance(value, Real):
         return float(value)
-    raise ArgumentTypeError(
-        explain(
-            f"{name} must be a real Python number",
-            where=where,
-            received="a tensor" if isinstance(value, Tensor) else repr(value),
-            remedy=remedy,
-        )
+    raise ArgumentTypeError.explained(
+        f"{name} must be a real Python number",
+        where=where,
+        received="a tensor" if isinstance(value, Tensor) else repr(value),
+        remedy=remedy,
     )

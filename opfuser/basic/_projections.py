@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..change_tracking import Tracked, has_hooks
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..op import BasicOperation, FusibleOperation
 
 __all__ = ["OfProjections", "Projection", "refusal"]
@@ -51,13 +51,11 @@ class Projection(Tracked, nn.Linear):
                 why = "has no weight of its own"
         if why or not isinstance(module, nn.Linear):
             kind = type(module)
-            raise ArgumentError(
-                explain(
-                    "Projections are taken from torch.nn.Linear modules",
-                    where=where,
-                    received=f"a {kind.__module__}.{kind.__qualname__}, which {why}",
-                    remedy="Remove wrappers, hooks and parametrisations, or leave it as it is",
-                )
+            raise ArgumentError.explained(
+                "Projections are taken from torch.nn.Linear modules",
+                where=where,
+                received=f"a {kind.__module__}.{kind.__qualname__}, which {why}",
+                remedy="Remove wrappers, hooks and parametrisations, or leave it as it is",
             )
         new = cls(module.in_features, module.out_features, bias=False, device="meta")
         new.weight = module.weight
@@ -141,13 +139,11 @@ class OfProjections(BasicOperation):
         value = getattr(module, self.parameter, None) if isinstance(module, nn.Linear) else None
         if value is not None:
             return value  # type: ignore[no-any-return]
-        raise ArgumentError(
-            explain(
-                f"A projection needs its {self.parameter}",
-                where=f"{type(self).__name__}({self.extra_repr()})",
-                received=f"{name} = {type(module).__name__}, {self.parameter} = None",
-                remedy="Assign a parameter before the call, or call the MergedLinear that has it",
-            )
+        raise ArgumentError.explained(
+            f"A projection needs its {self.parameter}",
+            where=f"{type(self).__name__}({self.extra_repr()})",
+            received=f"{name} = {type(module).__name__}, {self.parameter} = None",
+            remedy="Assign a parameter before the call, or call the MergedLinear that has it",
         )
 
     def extra_repr(self) -> str:

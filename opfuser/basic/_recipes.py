@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..context import autocast_dtype
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation
@@ -24,13 +24,11 @@ __all__ = ["check_own_recipe", "choices_of", "features_refusal", "quantizer_of",
 def check_own_recipe(recipe: object, where: str) -> None:
     """Raises ArgumentError for a ``recipe`` of an operation that is none it may have."""
     if recipe not in ("inherit", None):
-        raise ArgumentError(
-            explain(
-                "The recipe of an operation is 'inherit' or None",
-                where=where,
-                received=repr(recipe),
-                remedy="Give a recipe of its own to a Sequential, or open opfuser.autocast",
-            )
+        raise ArgumentError.explained(
+            "The recipe of an operation is 'inherit' or None",
+            where=where,
+            received=repr(recipe),
+            remedy="Give a recipe of its own to a Sequential, or open opfuser.autocast",
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals as internals
-from ..errors import InputError, NotSupportedError, OpKwargsError, explain
+from ..errors import InputError, NotSupportedError, OpKwargsError
 
 __all__ = ["buffers_of_call", "check_buffers", "may_become_grad", "overlap"]
 
@@ -35,34 +35,28 @@ def buffers_of_call(
         NotSupportedError: there is a buffer while torch.compile traces.
     """
     if others:
-        raise OpKwargsError(
-            explain(
-                f"The forward of {where} takes the keywords output and grad_input",
-                received=", ".join(others),
-            )
+        raise OpKwargsError.explained(
+            f"The forward of {where} takes the keywords output and grad_input",
+            received=", ".join(others),
         )
     for name, one, other in (
         ("output", output, output_buffer),
         ("grad_input", grad_input, grad_input_buffer),
     ):
         if one is not None and other is not None:
-            raise OpKwargsError(
-                explain(
-                    "A buffer is given once",
-                    where=where,
-                    received=f"{name} and {name}_buffer, which mean the same",
-                    remedy=f"Leave out {name}_buffer",
-                )
+            raise OpKwargsError.explained(
+                "A buffer is given once",
+                where=where,
+                received=f"{name} and {name}_buffer, which mean the same",
+                remedy=f"Leave out {name}_buffer",
             )
     output = output_buffer if output is None else output
     grad_input = grad_input_buffer if grad_input is None else grad_input
     if torch.compiler.is_compiling() and not (output is None and grad_input is None):
-        raise NotSupportedError(
-            explain(
-                f"{where} does not write to buffers of the caller while torch.compile traces",
-                received="output or grad_input",
-                remedy="Leave it out of torch.compile, or copy the results",
-            )
+        raise NotSupportedError.explained(
+            f"{where} does not write to buffers of the caller while torch.compile traces",
+            received="output or grad_input",
+            remedy="Leave it out of torch.compile, or copy the results",
         )
     return output, grad_input
 
@@ -92,12 +86,10 @@ def check_buffers(
             continue
         wrong = _unfit(buffer, shape, dtype, device, taken)
         if wrong:
-            raise InputError(
-                explain(
-                    f"{name} must be a contiguous tensor like the result, in memory of its own",
-                    where=where,
-                    received=f"{name} {wrong}",
-                )
+            raise InputError.explained(
+                f"{name} must be a contiguous tensor like the result, in memory of its own",
+                where=where,
+                received=f"{name} {wrong}",
             )
         taken.append(buffer)
 

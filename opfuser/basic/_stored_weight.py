@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..op import FusibleOperation, OperationContext
 from ..quantization.weights import (
     WeightFormat,
@@ -116,14 +116,12 @@ class StoresWeight(LinearOperation):
             return
         taken = hasattr(param, _TAKEN)
         if taken or self.weight_format is None:
-            raise ArgumentError(
-                explain(
-                    "Codes of a weight go together with their scale",
-                    where=self._where(),
-                    received=f"a parameter of {param.dtype}"
-                    + " that is the weight of another operation" * taken,
-                    remedy="Load a state dict, or use one operation in both places",
-                )
+            raise ArgumentError.explained(
+                "Codes of a weight go together with their scale",
+                where=self._where(),
+                received=f"a parameter of {param.dtype}"
+                + " that is the weight of another operation" * taken,
+                remedy="Load a state dict, or use one operation in both places",
             )
 
     def weight_was_set(self) -> None:
@@ -236,13 +234,11 @@ class StoresWeight(LinearOperation):
         grad_dtype = w.grad_dtype if w.is_leaf else w.dtype
         if grad_dtype is None or not is_fp8(grad_dtype):
             return
-        raise ArgumentError(
-            explain(
-                "The gradient of a weight in FP8 is not rounded to FP8",
-                where=self._where(),
-                received="a leaf with grad_dtype in FP8"
-                if w.is_leaf
-                else "a tensor that is no leaf, whose gradient has its dtype",
-                remedy="Pass a leaf, with grad_dtype = weight_format.dtype",
-            )
+        raise ArgumentError.explained(
+            "The gradient of a weight in FP8 is not rounded to FP8",
+            where=self._where(),
+            received="a leaf with grad_dtype in FP8"
+            if w.is_leaf
+            else "a tensor that is no leaf, whose gradient has its dtype",
+            remedy="Pass a leaf, with grad_dtype = weight_format.dtype",
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import gemm
 from .. import torch_internals as internals
 from ..context import OperationContext
-from ..errors import ArgumentError, NotSupportedError, explain
+from ..errors import ArgumentError, NotSupportedError
 from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..kernels.quantize import Codes
 from ..kernels.scalar import cast
@@ -125,13 +125,11 @@ WeightGradient: TypeAlias = Product | Computed | ScaledProduct
 def refuse_both(accumulate_into_main_grad: bool, accumulate_into_grad: bool, where: str) -> None:
     """Raises ArgumentError if both are true."""
     if accumulate_into_main_grad and accumulate_into_grad:
-        raise ArgumentError(
-            explain(
-                "A weight's gradient is accumulated in one place",
-                where=where,
-                received="accumulate_into_main_grad=True, accumulate_into_grad=True",
-                remedy="Leave one of them False",
-            )
+        raise ArgumentError.explained(
+            "A weight's gradient is accumulated in one place",
+            where=where,
+            received="accumulate_into_main_grad=True, accumulate_into_grad=True",
+            remedy="Leave one of them False",
         )
 
 
@@ -176,24 +174,19 @@ def main_grad_buffer(
     """
     changing = hasattr(param, "__fsdp_param__") or getattr(param, "overwrite_main_grad", False)
     if changing and is_recording():
-        raise NotSupportedError(
-            explain(
-                "A main_grad that is handed out on request or overwritten is not recorded",
-                where=where,
-            )
+        raise NotSupportedError.explained(
+            "A main_grad that is handed out on request or overwritten is not recorded", where=where
         )
     if hasattr(param, "__fsdp_param__"):  # Megatron-FSDP hands out the buffer on request
         param.main_grad = param.get_main_grad()  # type: ignore[attr-defined]
     buffer = getattr(param, "main_grad", None)
     if not isinstance(buffer, Tensor) or buffer.numel() != param.numel():
         found = f"shape {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else repr(buffer)
-        raise ArgumentError(
-            explain(
-                "accumulate_into_main_grad=True needs a main_grad of the parameter's shape",
-                where=where,
-                received=f"main_grad: {found}; parameter: shape {tuple(param.shape)}",
-                remedy="Set param.main_grad before backward",
-            )
+        raise ArgumentError.explained(
+            "accumulate_into_main_grad=True needs a main_grad of the parameter's shape",
+            where=where,
+            received=f"main_grad: {found}; parameter: shape {tuple(param.shape)}",
+            remedy="Set param.main_grad before backward",
         )
     buffer = buffer.detach()
     if buffer.shape != param.shape:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..errors import MasterWeightError, explain
+from ..errors import MasterWeightError
 from ._weight_grad import has_zeros_as_placeholder
 
 __all__ = ["WholeGradient"]
@@ -96,11 +96,9 @@ class WholeGradient:
         if isinstance(main_grad, Tensor) and main_grad.numel() == shape.numel():
             return main_grad.detach().view(shape)
         found = tuple(main_grad.shape) if isinstance(main_grad, Tensor) else main_grad
-        raise MasterWeightError(
-            explain(
-                "A parameter with grad_added_to_main_grad has its gradient in main_grad",
-                where="MasterWeights",
-                received=f"main_grad: {found}; {self._name} of shape {tuple(shape)}",
-                remedy="Keep main_grad until the step, or set grad_added_to_main_grad to False",
-            )
+        raise MasterWeightError.explained(
+            "A parameter with grad_added_to_main_grad has its gradient in main_grad",
+            where="MasterWeights",
+            received=f"main_grad: {found}; {self._name} of shape {tuple(shape)}",
+            remedy="Keep main_grad until the step, or set grad_added_to_main_grad to False",
         )

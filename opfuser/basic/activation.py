@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..kernels import functions
 from ..kernels.activation import activation_dx, activation_forward
 from ..kernels.scalar import FunctionSpec, ScalarFunction, grad_input, reuse, rounded_once
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
 
@@ -39,13 +39,15 @@ class _Activation(BasicOperation):
     class Settings(NamedTuple):
         function: FunctionSpec
 
-    def __init__(self, cache_quantized_input: bool) -> None:
+    _function: ClassVar[ScalarFunction]
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
 
     def make_function(self) -> ScalarFunction:
         """The function that is applied, with the attributes of now as its constants."""
-        raise NotImplementedError
+        return self._function
 
     def make_settings(self) -> _Activation.Settings:
         return self.Settings(self.make_function().spec)
@@ -65,17 +67,12 @@ class _Activation(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         (function,) = self.frozen_settings(ctx)
-        y: Tensor = activation_forward(x, function, None)
-        return y
+        return activation_forward(x, function, None)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
-        assert x is not None
         (function,) = self.frozen_settings(ctx)
         return activation_dx(grad_output, x, function), ()
 
@@ -106,17 +103,15 @@ class GELU(_Activation):
     """
 
     def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.approximate = approximate
         self.make_settings()
 
     def make_function(self) -> ScalarFunction:
         approximate = self.approximate
         if approximate not in ("tanh", "none"):
-            raise ArgumentError(
-                explain(
-                    "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
-                )
+            raise ArgumentError.explained(
+                "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
             )
         return functions.GeluTanh() if approximate == "tanh" else functions.GeluErf()
 
@@ -136,11 +131,7 @@ class QGELU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Swish(1.702)
+    _function = functions.Swish(1.702)
 
 
 class ReLU(_Activation):
@@ -153,11 +144,7 @@ class ReLU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Relu()
+    _function = functions.Relu()
 
 
 class SReLU(_Activation):
@@ -173,11 +160,7 @@ class SReLU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.SquaredRelu()
+    _function = functions.SquaredRelu()
 
 
 class SiLU(_Activation):
@@ -193,11 +176,7 @@ class SiLU(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Swish()
+    _function = functions.Swish()
 
 
 @dataclass(frozen=True)
@@ -241,15 +220,15 @@ class Softplus(_Activation):
     def __init__(
         self, beta: float = 1.0, threshold: float = 20.0, *, cache_quantized_input: bool = False
     ) -> None:
-        super().__init__(cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.beta = beta
         self.threshold = threshold
         self.make_settings()
 
     def make_function(self) -> ScalarFunction:
         if self.beta == 0:
-            raise ArgumentError(
-                explain("beta must not be zero", where="Softplus", received=f"beta={self.beta}")
+            raise ArgumentError.explained(
+                "beta must not be zero", where="Softplus", received=f"beta={self.beta}"
             )
         return _SoftplusFunction(self.beta, self.threshold)
 
@@ -284,11 +263,7 @@ class Tanh(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return _TanhFunction()
+    _function = _TanhFunction()
 
 
 class Sigmoid(_Activation):
@@ -301,11 +276,7 @@ class Sigmoid(_Activation):
         cache_quantized_input: as of :class:`GELU`.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input)
-
-    def make_function(self) -> ScalarFunction:
-        return functions.Sigmoid()
+    _function = functions.Sigmoid()
 
 
 ACTIVATIONS = tuple(_Activation.__subclasses__())

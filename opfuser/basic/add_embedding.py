@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..op import BasicOperation
 from ._dtypes import check_parameter_dtype
 
@@ -59,12 +59,10 @@ class AddEmbedding(BasicOperation):
         super().__init__()
         check_parameter_dtype(dtype, "AddEmbedding")
         if num_embeddings < 0 or embedding_dim < 0:
-            raise ArgumentError(
-                explain(
-                    "Sizes must not be negative",
-                    where="AddEmbedding",
-                    received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
-                )
+            raise ArgumentError.explained(
+                "Sizes must not be negative",
+                where="AddEmbedding",
+                received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -89,11 +87,7 @@ class AddEmbedding(BasicOperation):
         return self.reference(input_, indices), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
         (indices,) = ctx.saved_tensors
@@ -117,7 +111,7 @@ class AddEmbedding(BasicOperation):
         elif indices.shape != input_.shape[:-1] or indices.dtype not in (torch.int32, torch.int64):
             invariant = "Indices must be int32 or int64, one for each row of the input"
         if invariant:
-            raise InputError(explain(invariant, where="AddEmbedding", received=received))
+            raise InputError.explained(invariant, where="AddEmbedding", received=received)
         return input_ + torch.embedding(self.weight, indices).to(input_.dtype)
 
     def extra_repr(self) -> str:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import InputError
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["AddExtraInput"]
@@ -58,23 +58,17 @@ class AddExtraInput(BasicOperation):
         return extra.dtype == dtype and extra.shape == input_.shape
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         return grad_output, [()], [(grad_output,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (extra,) = extra_inputs
         if input_.shape != extra.shape:
-            raise InputError(
-                explain(
-                    "Input and extra input must have the same shape",
-                    where="AddExtraInput",
-                    received=f"input {tuple(input_.shape)}, extra input {tuple(extra.shape)}",
-                    remedy="Expand or reshape the extra input before the call",
-                )
+            raise InputError.explained(
+                "Input and extra input must have the same shape",
+                where="AddExtraInput",
+                received=f"input {tuple(input_.shape)}, extra input {tuple(extra.shape)}",
+                remedy="Expand or reshape the extra input before the call",
             )
         return input_ + extra

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import NotSupportedError, explain
-from ..op import OperationContext
+from ..errors import NotSupportedError
+from ..op import OperationContext, OperationGrads
 from ._collective import Collective
 from ._distributed import all_reduce, group_size
 
@@ -35,13 +35,11 @@ class AllReduce(Collective):
         self, process_group: dist.ProcessGroup | None = None, reduce_in_backward: bool = True
     ) -> None:
         if reduce_in_backward is not True:
-            raise NotSupportedError(
-                explain(
-                    "reduce_in_backward must be True: backward passes on gradients, which are "
-                    "identical on all ranks",
-                    where=type(self).__name__,
-                    received=repr(reduce_in_backward),
-                )
+            raise NotSupportedError.explained(
+                "reduce_in_backward must be True: backward passes on gradients, which are "
+                "identical on all ranks",
+                where=type(self).__name__,
+                received=repr(reduce_in_backward),
             )
         super().__init__(process_group)
 
@@ -57,7 +55,5 @@ class AllReduce(Collective):
             return input_
         return all_reduce(input_, self.process_group)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return grad_output, ()

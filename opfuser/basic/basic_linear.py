@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..context import COMPUTE_DTYPES
-from ..errors import ArgumentError, NotSupportedError, explain
+from ..errors import ArgumentError, NotSupportedError
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
-from ..op import Dtypes, OperationContext
+from ..op import Dtypes, OperationContext, OperationGrads
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..quantization.weights import layout_refusal, stored_in
@@ -146,21 +146,17 @@ class BasicLinear(StoresWeight):
         super().__init__()
         where = type(self).__name__
         if userbuffers_options is not None:
-            raise NotSupportedError(
-                explain(
-                    "userbuffers_options must be None: communication is not overlapped with GEMMs",
-                    where=where,
-                    received=repr(userbuffers_options),
-                )
+            raise NotSupportedError.explained(
+                "userbuffers_options must be None: communication is not overlapped with GEMMs",
+                where=where,
+                received=repr(userbuffers_options),
             )
         dtype = dtype or torch.get_default_dtype()
         if dtype not in COMPUTE_DTYPES:
-            raise ArgumentError(
-                explain(
-                    "A linear operation computes in float16, bfloat16, float32 or float64",
-                    where=where,
-                    received=str(dtype),
-                )
+            raise ArgumentError.explained(
+                "A linear operation computes in float16, bfloat16, float32 or float64",
+                where=where,
+                received=str(dtype),
             )
         self.sharding = shard_linear(
             in_features,
@@ -310,18 +306,14 @@ class BasicLinear(StoresWeight):
         return (x if sharding.mode is None or not gather else gather_input(x, sharding)), w
 
     def _refuse_without_weight(self) -> NoReturn:
-        raise ArgumentError(
-            explain(
-                "A linear operation needs its weight",
-                where=self._where(),
-                received="weight = None",
-                remedy="Assign a parameter to weight before the call",
-            )
+        raise ArgumentError.explained(
+            "A linear operation needs its weight",
+            where=self._where(),
+            received="weight = None",
+            remedy="Assign a parameter to weight before the call",
         )
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         x, w = ctx.saved_tensors
         if self.weight_transposed and w is not None:
             (w,) = self.read_weights(ctx, (w,))

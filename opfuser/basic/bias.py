@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..context import COMPUTE_DTYPES, refuse_dtype
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..gemm import Weight
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ..tracing import each_column
 from ._distributed import GroupRef, group_size
 from ._dtypes import check_parameter_dtype
@@ -74,12 +74,10 @@ class Bias(BasicOperation):
         check_parameter_dtype(dtype, type(self).__name__)
         ranks = group_size(tensor_parallel_group) if tensor_parallel else 1
         if size < 0 or size % ranks:
-            raise ArgumentError(
-                explain(
-                    "The size of a bias must be a multiple of the tensor-parallel size",
-                    where=type(self).__name__,
-                    received=f"size {size}, {ranks} ranks",
-                )
+            raise ArgumentError.explained(
+                "The size of a bias must be a multiple of the tensor-parallel size",
+                where=type(self).__name__,
+                received=f"size {size}, {ranks} ranks",
             )
         self.size = size
         self.local_size = size // ranks
@@ -147,18 +145,14 @@ class Bias(BasicOperation):
         return (db,)
 
     def _refuse_input(self, shape: Sequence[int]) -> None:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be the size of the bias",
-                where=f"{type(self).__name__}({self.extra_repr()})",
-                received=f"shape {tuple(shape)}",
-                remedy=f"Pass a tensor of shape (..., {self.local_size})",
-            )
+        raise InputError.explained(
+            "The last dimension of the input must be the size of the bias",
+            where=f"{type(self).__name__}({self.extra_repr()})",
+            received=f"shape {tuple(shape)}",
+            remedy=f"Pass a tensor of shape (..., {self.local_size})",
         )
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         needs_dx, needs_db, _ = ctx.needs
         dx = grad_output if needs_dx else None
         if not needs_db:

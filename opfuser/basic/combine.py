@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import InputError
 from ._collective import Collective
 from ._distributed import group_size, refuse_reference
 from ._expert_exchange import Route, refuse_tracing, send, send_back
@@ -63,11 +63,7 @@ class Combine(Collective):
         return send_back(input_, Route(row_order, rank_sizes), group), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx, group = basic_op_ctxs[0], self.process_group
         dx = grad_output if ctx.needs.input else None
@@ -88,12 +84,10 @@ def _check(x: Tensor, row_order: Tensor, rank_sizes: Tensor, ranks: int) -> None
         or rank_sizes.shape != (2, ranks)
         or {row_order.dtype, rank_sizes.dtype} != {torch.int64}
     ):
-        raise InputError(
-            explain(
-                "Rows (S, D) must come with the two tensors that Dispatch returns, (S,) and "
-                f"(2, {ranks}), of int64",
-                where="Combine",
-                received=f"input {tuple(x.shape)}, {tuple(row_order.shape)} of {row_order.dtype}, "
-                f"{tuple(rank_sizes.shape)} of {rank_sizes.dtype}",
-            )
+        raise InputError.explained(
+            "Rows (S, D) must come with the two tensors that Dispatch returns, (S,) and "
+            f"(2, {ranks}), of int64",
+            where="Combine",
+            received=f"input {tuple(x.shape)}, {tuple(row_order.shape)} of {row_order.dtype}, "
+            f"{tuple(rank_sizes.shape)} of {rank_sizes.dtype}",
         )

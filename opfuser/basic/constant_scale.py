@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
 __all__ = ["ConstantScale"]
@@ -47,9 +47,7 @@ class ConstantScale(BasicOperation):
         (scale,) = self.frozen_settings(ctx)
         return input_.mul(scale)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         (scale,) = self.frozen_settings(ctx)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..kernels.cross_entropy import (
     RowLosses,
     Terms,
@@ -130,12 +130,10 @@ class CrossEntropy(BasicOperation):
     ) -> None:
         super().__init__()
         if tensor_parallel != (num_classes is not None):
-            raise ArgumentError(
-                explain(
-                    "num_classes is the number of classes of all ranks under tensor parallelism",
-                    where="CrossEntropy",
-                    received=f"tensor_parallel={tensor_parallel}, num_classes={num_classes}",
-                )
+            raise ArgumentError.explained(
+                "num_classes is the number of classes of all ranks under tensor parallelism",
+                where="CrossEntropy",
+                received=f"tensor_parallel={tensor_parallel}, num_classes={num_classes}",
             )
         own = None
         if num_classes is not None:
@@ -158,28 +156,22 @@ class CrossEntropy(BasicOperation):
     def make_settings(self) -> CrossEntropy.Settings:
         label_smoothing, reduction, z_loss = self.label_smoothing, self.reduction, self.z_loss
         if reduction not in ("mean", "sum", "none"):
-            raise ArgumentError(
-                explain(
-                    'reduction must be "mean", "sum" or "none"',
-                    where="CrossEntropy",
-                    received=repr(reduction),
-                )
+            raise ArgumentError.explained(
+                'reduction must be "mean", "sum" or "none"',
+                where="CrossEntropy",
+                received=repr(reduction),
             )
         if not 0.0 <= label_smoothing <= 1.0:
-            raise ArgumentError(
-                explain(
-                    "label_smoothing must be between 0 and 1",
-                    where="CrossEntropy",
-                    received=f"label_smoothing={label_smoothing}",
-                )
+            raise ArgumentError.explained(
+                "label_smoothing must be between 0 and 1",
+                where="CrossEntropy",
+                received=f"label_smoothing={label_smoothing}",
             )
         if not 0.0 <= z_loss < math.inf:
-            raise ArgumentError(
-                explain(
-                    "z_loss must be a finite number, and not negative",
-                    where="CrossEntropy",
-                    received=f"z_loss={z_loss}",
-                )
+            raise ArgumentError.explained(
+                "z_loss must be a finite number, and not negative",
+                where="CrossEntropy",
+                received=f"z_loss={z_loss}",
             )
         return self.Settings(Terms(self.ignore_index, label_smoothing, z_loss), reduction)
 
@@ -214,11 +206,7 @@ class CrossEntropy(BasicOperation):
         return loss.view_as(targets) if reduction == "none" else loss, [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
@@ -253,7 +241,7 @@ class CrossEntropy(BasicOperation):
                 f"logits {tuple(shape)} of {dtype}, "
                 f"targets {tuple(targets.shape)} of {targets.dtype}"
             )
-            raise InputError(explain(invariant, where="CrossEntropy", received=received))
+            raise InputError.explained(invariant, where="CrossEntropy", received=received)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (targets,) = extra_inputs

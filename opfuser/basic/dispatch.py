@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..op import Dtypes
 from ._collective import Collective
 from ._distributed import group_size, refuse_reference
@@ -83,13 +83,11 @@ class Dispatch(Collective):
             self.num_extra_inputs, self.num_extra_outputs = 1, 3
         super().__init__(process_group)
         if num_experts < 1 or num_experts % group_size(process_group):
-            raise ArgumentError(
-                explain(
-                    "The experts must be a positive multiple of the ranks",
-                    where="Dispatch",
-                    received=f"num_experts={num_experts}, {group_size(process_group)} ranks",
-                    remedy="Use a group whose size divides them",
-                )
+            raise ArgumentError.explained(
+                "The experts must be a positive multiple of the ranks",
+                where="Dispatch",
+                received=f"num_experts={num_experts}, {group_size(process_group)} ranks",
+                remedy="Use a group whose size divides them",
             )
         self.num_experts = num_experts
         self.weighted = weighted
@@ -134,7 +132,7 @@ class Dispatch(Collective):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         ctx, group = basic_op_ctxs[0], self.process_group
         d_weights = (*basic_op_grad_extra_outputs[0], None, None, None, None)[3]
@@ -167,7 +165,7 @@ class Dispatch(Collective):
             received += str(split_sizes.dtype)
             if weights is not None:
                 received += f", weights {tuple(weights.shape)}"
-            raise InputError(explain(invariant, where="Dispatch", received=received))
+            raise InputError.explained(invariant, where="Dispatch", received=received)
 
     def extra_repr(self) -> str:
         text = f"num_experts={self.num_experts}, {super().extra_repr()}"

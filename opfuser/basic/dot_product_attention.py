@@ -30,15 +30,22 @@ from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
 )
-from ..errors import ArgumentError, OpKwargsError, explain
+from ..errors import ArgumentError, OpKwargsError
 from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
 from ..kernels.scalar import cast
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype, in_compute_dtype
+from ..op import (
+    BasicOperation,
+    Dtypes,
+    OperationContext,
+    OperationGrads,
+    compute_dtype,
+    in_compute_dtype,
+)
 from ..recording import leave
 from ..tracing import exporting, functional, joined_columns, stands_in, transforms_active
 from . import _attention_inputs as inputs
@@ -190,12 +197,10 @@ class DotProductAttention(BasicOperation):
         if sinks:
             dtype = dtype or torch.get_default_dtype()
             if dtype not in COMPUTE_DTYPES:
-                raise ArgumentError(
-                    explain(
-                        "Sinks are float16, bfloat16, float32 or float64",
-                        where="DotProductAttention",
-                        received=f"dtype={dtype}",
-                    )
+                raise ArgumentError.explained(
+                    "Sinks are float16, bfloat16, float32 or float64",
+                    where="DotProductAttention",
+                    received=f"dtype={dtype}",
                 )
             parameter = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.register_parameter("sinks", parameter)
@@ -331,9 +336,7 @@ class DotProductAttention(BasicOperation):
             ctx.save_for_backward(*saved, *kept, *(None,) * 4)
         return attended.output.detach().transpose(1, 2).flatten(2)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         settings: AttentionSettings = self.frozen_settings(ctx)
         nothing = (None,) * settings.has_sinks
         if not ctx.needs.input and not any(ctx.needs.parameters):
@@ -396,12 +399,10 @@ class DotProductAttention(BasicOperation):
         keywords = given["basic_op_kwargs"][0]
         unknown = sorted(set(keywords) - set(inputs.Keywords._fields))
         if unknown:
-            raise OpKwargsError(
-                explain(
-                    "op_kwargs may only hold keywords that the operation's forward takes",
-                    where="DotProductAttention",
-                    received=", ".join(unknown),
-                )
+            raise OpKwargsError.explained(
+                "op_kwargs may only hold keywords that the operation's forward takes",
+                where="DotProductAttention",
+                received=", ".join(unknown),
             )
         if not self.num_extra_inputs:
             return super().fuser_forward(basic_op_ctxs, input_, **given)
@@ -431,11 +432,7 @@ class DotProductAttention(BasicOperation):
         return inputs.heads_of(q, k, v, settings), (q, k, v)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         if not self.num_extra_inputs:
             given: Any = {"basic_op_grad_extra_outputs": basic_op_grad_extra_outputs}

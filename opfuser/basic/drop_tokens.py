@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["DropTokens", "RestoreTokens"]
@@ -69,12 +69,10 @@ class DropTokens(BasicOperation):
     def make_settings(self) -> DropTokens.Settings:
         factor = self.capacity_factor
         if self.num_experts < 1 or not (factor > 0 and math.isfinite(factor)):
-            raise ArgumentError(
-                explain(
-                    "num_experts must be positive, and capacity_factor positive and finite",
-                    where="DropTokens",
-                    received=f"num_experts={self.num_experts}, capacity_factor={factor}",
-                )
+            raise ArgumentError.explained(
+                "num_experts must be positive, and capacity_factor positive and finite",
+                where="DropTokens",
+                received=f"num_experts={self.num_experts}, capacity_factor={factor}",
             )
         return self.Settings(factor)
 
@@ -114,7 +112,7 @@ class DropTokens(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         (slots,), needs = ctx.saved_tensors, ctx.needs
@@ -151,13 +149,11 @@ class DropTokens(BasicOperation):
             received = f"input {tuple(x.shape)}, sizes {tuple(sizes.shape)}"
             if weights is not None:
                 received += f", weights {tuple(weights.shape)}"
-            raise InputError(
-                explain(
-                    f"Rows (R, D) must come with the sizes ({self.num_experts},) of experts, and a "
-                    "weight for each row",
-                    where="DropTokens",
-                    received=received,
-                )
+            raise InputError.explained(
+                f"Rows (R, D) must come with the sizes ({self.num_experts},) of experts, and a "
+                "weight for each row",
+                where="DropTokens",
+                received=received,
             )
 
     def extra_repr(self) -> str:
@@ -190,13 +186,10 @@ class RestoreTokens(BasicOperation):
         ctx, (slots,) = basic_op_ctxs[0], given["basic_op_extra_inputs"][0]
         assert slots is not None
         if input_.dim() != 2 or slots.dim() != 1 or slots.dtype != torch.int64:
-            raise InputError(
-                explain(
-                    "Rows (E C, D) must come with the map (R,) of int64 that DropTokens returns",
-                    where="RestoreTokens",
-                    received=f"input {tuple(input_.shape)}, map {tuple(slots.shape)} of "
-                    f"{slots.dtype}",
-                )
+            raise InputError.explained(
+                "Rows (E C, D) must come with the map (R,) of int64 that DropTokens returns",
+                where="RestoreTokens",
+                received=f"input {tuple(input_.shape)}, map {tuple(slots.shape)} of {slots.dtype}",
             )
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(slots))
@@ -204,11 +197,7 @@ class RestoreTokens(BasicOperation):
         return _taken(input_, slots), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:

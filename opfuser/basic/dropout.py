@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
+from ..kernels.dropout_masks import masked
 from ..kernels.pointwise import draw_seed, draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
 __all__ = ["Dropout"]
@@ -57,8 +58,8 @@ class Dropout(BasicOperation):
     def make_settings(self) -> Dropout.Settings:
         p = real_number(self.dropout_probability, "p", "Dropout")
         if not 0.0 <= p <= 1.0:
-            raise ArgumentError(
-                explain("p must be between 0 and 1", where="Dropout", received=f"p={p}")
+            raise ArgumentError.explained(
+                "p must be between 0 and 1", where="Dropout", received=f"p={p}"
             )
         return self.Settings(p if self.training else 0.0)
 
@@ -82,18 +83,12 @@ class Dropout(BasicOperation):
             ctx.save_for_backward(*self.Saved(mask))
         return output
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
-        assert ctx.saved_tensors is not None
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         (mask,) = ctx.saved_tensors
         if mask is None or not ctx.needs.input:
             return grad_output, ()
         (p,) = self.frozen_settings(ctx)
-        if mask.dtype == torch.int64:
-            return dropout(grad_output, mask, p), ()
-        scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-        return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
+        return masked(grad_output, mask, p), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (p,) = self.make_settings()

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, InputError, explain
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..errors import ArgumentError, InputError
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 from ._distributed import (
     VocabularySlice,
     all_reduce,
@@ -83,20 +83,16 @@ class Embedding(BasicOperation):
     ) -> None:
         super().__init__()
         if num_embeddings < 0 or embedding_dim < 0:
-            raise ArgumentError(
-                explain(
-                    "Sizes must not be negative",
-                    where="Embedding",
-                    received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
-                )
+            raise ArgumentError.explained(
+                "Sizes must not be negative",
+                where="Embedding",
+                received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
             )
         if sequence_parallel and not tensor_parallel:
-            raise ArgumentError(
-                explain(
-                    "sequence_parallel needs tensor_parallel",
-                    where="Embedding",
-                    received="sequence_parallel=True, tensor_parallel=False",
-                )
+            raise ArgumentError.explained(
+                "sequence_parallel needs tensor_parallel",
+                where="Embedding",
+                received="sequence_parallel=True, tensor_parallel=False",
             )
         check_sequence_dim(sequence_dim, "Embedding")
         own = None
@@ -127,12 +123,10 @@ class Embedding(BasicOperation):
         if padding_idx is None:
             return self.Settings(-1)
         if not -rows <= padding_idx < rows:
-            raise ArgumentError(
-                explain(
-                    "padding_idx must be a row of the table",
-                    where="Embedding",
-                    received=f"padding_idx={padding_idx} of {rows} rows",
-                )
+            raise ArgumentError.explained(
+                "padding_idx must be a row of the table",
+                where="Embedding",
+                received=f"padding_idx={padding_idx} of {rows} rows",
             )
         return self.Settings(padding_idx % rows)
 
@@ -170,12 +164,9 @@ class Embedding(BasicOperation):
             return reduce_scatter(part, own.group, self.sequence_dim)
         return all_reduce(part, own.group, reuse=True)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[None, tuple[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.parameters[0]:
             return None, (None,)
-        assert ctx.saved_tensors is not None
         (indices,) = ctx.saved_tensors
         (padding,) = self.frozen_settings(ctx)
         own = self.vocabulary
@@ -212,13 +203,11 @@ class Embedding(BasicOperation):
 
     def _checked(self, input_: Tensor) -> Tensor:
         if input_.dtype not in (torch.int64, torch.int32):
-            raise InputError(
-                explain(
-                    "Indices must be int32 or int64",
-                    where="Embedding",
-                    received=str(input_.dtype),
-                    remedy="Convert them with .long()",
-                )
+            raise InputError.explained(
+                "Indices must be int32 or int64",
+                where="Embedding",
+                received=str(input_.dtype),
+                remedy="Convert them with .long()",
             )
         return input_
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import functions
 from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_spec
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from . import _gated_math as gated
 
 __all__ = [
@@ -39,6 +39,7 @@ class _GatedActivation(BasicOperation):
     kernels = ("Triton gated",)
     read_only: ClassVar[frozenset[str]] = frozenset({"glu_interleave_size"})
     recompute_mlp: bool = False
+    _functions: ClassVar[gated.Functions]
 
     class Saved(NamedTuple):
         input: Tensor
@@ -46,16 +47,14 @@ class _GatedActivation(BasicOperation):
     class Settings(NamedTuple):
         product: ProductSpec
 
-    def __init__(
-        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
-    ) -> None:
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
-        self.glu_interleave_size = glu_interleave_size
+        self.glu_interleave_size: int | None = None
 
     def make_functions(self) -> gated.Functions:
         """Functions of gates and linear units, with the present attributes as their constants."""
-        raise NotImplementedError
+        return self._functions
 
     def make_settings(self) -> _GatedActivation.Settings:
         product = gated.make_glu(self.make_functions(), self.glu_interleave_size)
@@ -77,17 +76,12 @@ class _GatedActivation(BasicOperation):
         x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        y: Tensor = gated_forward(x, product, None)
-        return y
+        return gated_forward(x, product, None)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
-        assert x is not None
         (product,) = self.frozen_settings(ctx)
         return gated_backward(grad_output, x, product, None, True, False).dx, ()
 
@@ -115,11 +109,7 @@ class GLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Sigmoid(), None
+    _functions = functions.Sigmoid(), None
 
 
 class GEGLU(_GatedActivation):
@@ -136,11 +126,7 @@ class GEGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.GeluTanh(), None
+    _functions = functions.GeluTanh(), None
 
 
 class QGEGLU(_GatedActivation):
@@ -155,11 +141,7 @@ class QGEGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Swish(1.702), None
+    _functions = functions.Swish(1.702), None
 
 
 class ReGLU(_GatedActivation):
@@ -176,11 +158,7 @@ class ReGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Relu(), None
+    _functions = functions.Relu(), None
 
 
 class SReGLU(_GatedActivation):
@@ -195,11 +173,7 @@ class SReGLU(_GatedActivation):
         InputError: in forward, if the last dimension is odd.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-
-    def make_functions(self) -> gated.Functions:
-        return functions.SquaredRelu(), None
+    _functions = functions.SquaredRelu(), None
 
 
 class SwiGLU(_GatedActivation):
@@ -221,17 +195,14 @@ class SwiGLU(_GatedActivation):
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
+    _functions = functions.Swish(), None
 
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
         self.make_settings()
-
-    def make_functions(self) -> gated.Functions:
-        return functions.Swish(), None
 
 
 class SiTUGLU(_GatedActivation):
@@ -263,9 +234,8 @@ class SiTUGLU(_GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
         self.beta1 = beta1
         self.beta2 = beta2
         self.make_settings()
@@ -306,9 +276,8 @@ class ClampedSwiGLU(_GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        super().__init__(
-            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
-        )
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset

@@ -15,13 +15,13 @@ from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     autocast_dtype,
     refuse_dtype,
 )
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..fusion import Env, Refusal
 from ..gemm import RowGroups, as_rows, reads_groups_on_device, row_groups
 from ..gemm_providers import GemmChoice
@@ -158,13 +158,11 @@ class GroupedLinear(BasicOperation):
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
         if min(num_groups, in_features, out_features) < 1 or dtype not in COMPUTE_DTYPES:
-            raise ArgumentError(
-                explain(
-                    "GroupedLinear needs at least one group and feature, and computes in "
-                    "float16, bfloat16, float32 or float64",
-                    received=f"num_groups={num_groups}, in_features={in_features}, "
-                    f"out_features={out_features}, dtype={dtype}",
-                )
+            raise ArgumentError.explained(
+                "GroupedLinear needs at least one group and feature, and computes in "
+                "float16, bfloat16, float32 or float64",
+                received=f"num_groups={num_groups}, in_features={in_features}, "
+                f"out_features={out_features}, dtype={dtype}",
             )
         self.num_groups = num_groups
         self.in_features = in_features
@@ -266,13 +264,11 @@ class GroupedLinear(BasicOperation):
         weights = [getattr(self, name) for name in self._weight_names]
         if any(w is None for w in weights):
             missing = [n for n, w in zip(self._weight_names, weights) if w is None]
-            raise ArgumentError(
-                explain(
-                    "Every group needs its weight",
-                    where=type(self).__name__,
-                    received=f"None for {', '.join(missing)}",
-                    remedy="Assign a parameter before the call",
-                )
+            raise ArgumentError.explained(
+                "Every group needs its weight",
+                where=type(self).__name__,
+                received=f"None for {', '.join(missing)}",
+                remedy="Assign a parameter before the call",
             )
         return weights
 
@@ -281,12 +277,10 @@ class GroupedLinear(BasicOperation):
         present = [b for b in biases if b is not None]
         if present and len(present) != len(biases):
             missing = [n for n, b in zip(self._bias_names, biases) if b is None]
-            raise ArgumentError(
-                explain(
-                    "Either all groups have a bias or none has",
-                    where=type(self).__name__,
-                    received=f"None for {', '.join(missing)}",
-                )
+            raise ArgumentError.explained(
+                "Either all groups have a bias or none has",
+                where=type(self).__name__,
+                received=f"None for {', '.join(missing)}",
             )
         return present
 
@@ -408,11 +402,7 @@ class GroupedLinear(BasicOperation):
         return biases[0] if self.single_grouped_bias else torch.stack(list(biases))
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         return self.backward_by(PLAIN, basic_op_ctxs[0], grad_output)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 
 __all__ = ["Identity"]
 
@@ -24,9 +24,7 @@ class Identity(BasicOperation):
     ) -> Tensor:
         return input_
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return grad_output, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..context import COMPUTE_DTYPES, refuse_dtype
-from ..errors import ArgumentError, explain
-from ..op import BasicOperation, OperationContext
+from ..errors import ArgumentError
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
 __all__ = ["Jitter"]
@@ -49,8 +49,8 @@ class Jitter(BasicOperation):
     def make_settings(self) -> Jitter.Settings:
         eps = real_number(self.jitter_eps, "eps", "Jitter")
         if not 0.0 <= eps <= 1.0:
-            raise ArgumentError(
-                explain("eps must be between 0 and 1", where="Jitter", received=f"eps={eps}")
+            raise ArgumentError.explained(
+                "eps must be between 0 and 1", where="Jitter", received=f"eps={eps}"
             )
         return self.Settings(eps if self.training else 0.0)
 
@@ -70,9 +70,7 @@ class Jitter(BasicOperation):
             ctx.save_for_backward(*self.Saved(noise))
         return input_ if noise is None else (input_ * noise).to(input_.dtype)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         (noise,) = ctx.saved_tensors
         if not ctx.needs.input:
             return None, ()

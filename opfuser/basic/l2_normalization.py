@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError, NotSupportedError, explain
+from ..errors import InputError, NotSupportedError
 from ..kernels.norm import norm_backward, norm_forward
 from ..kernels.scalar import wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ._norms import check_eps, side_by_side
 
 __all__ = ["L2Normalization"]
@@ -57,13 +57,11 @@ class L2Normalization(BasicOperation):
     ) -> None:
         super().__init__()
         if seq_length is not None or micro_batch_size is not None:
-            raise NotSupportedError(
-                explain(
-                    "No kernel is compiled ahead for a shape, all shapes are served alike",
-                    where="L2Normalization",
-                    received=f"seq_length={seq_length}, micro_batch_size={micro_batch_size}",
-                    remedy="Leave both out",
-                )
+            raise NotSupportedError.explained(
+                "No kernel is compiled ahead for a shape, all shapes are served alike",
+                where="L2Normalization",
+                received=f"seq_length={seq_length}, micro_batch_size={micro_batch_size}",
+                remedy="Leave both out",
             )
         self.eps = eps
         self.make_settings()
@@ -84,30 +82,22 @@ class L2Normalization(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         if not input_.dim():
-            raise InputError(
-                explain(
-                    "The input must have a dimension to normalise along",
-                    where="L2Normalization",
-                    received="a tensor of shape ()",
-                )
+            raise InputError.explained(
+                "The input must have a dimension to normalise along",
+                where="L2Normalization",
+                received="a tensor of shape ()",
             )
         x = in_compute_dtype(input_, self)
-        y: Tensor
         (eps,) = self.frozen_settings(ctx)
         y, _, _, rnorm = norm_forward(side_by_side(x), None, None, None, eps, False, False)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rnorm))
         return y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         x, rnorm = ctx.saved_tensors
-        assert x is not None
-        assert rnorm is not None
         (eps,) = self.frozen_settings(ctx)
         dx, *_ = norm_backward(
             side_by_side(grad_output), side_by_side(x), None, None, None, rnorm, None,

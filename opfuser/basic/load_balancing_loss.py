@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["LoadBalancingLoss"]
@@ -58,12 +58,10 @@ class LoadBalancingLoss(BasicOperation):
 
     def __init__(self, num_routers: int, coefficient: float = 0.0) -> None:
         if num_routers < 1:
-            raise ArgumentError(
-                explain(
-                    "num_routers must be positive",
-                    where="LoadBalancingLoss",
-                    received=f"num_routers={num_routers}",
-                )
+            raise ArgumentError.explained(
+                "num_routers must be positive",
+                where="LoadBalancingLoss",
+                received=f"num_routers={num_routers}",
             )
         self.num_extra_inputs = num_routers
         super().__init__()
@@ -73,12 +71,10 @@ class LoadBalancingLoss(BasicOperation):
 
     def make_settings(self) -> LoadBalancingLoss.Settings:
         if not math.isfinite(self.coefficient):
-            raise ArgumentError(
-                explain(
-                    "coefficient must be finite",
-                    where="LoadBalancingLoss",
-                    received=f"coefficient={self.coefficient}",
-                )
+            raise ArgumentError.explained(
+                "coefficient must be finite",
+                where="LoadBalancingLoss",
+                received=f"coefficient={self.coefficient}",
             )
         return self.Settings(self.coefficient)
 
@@ -109,7 +105,7 @@ class LoadBalancingLoss(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         (coefficient,) = self.frozen_settings(ctx)
@@ -144,10 +140,8 @@ class LoadBalancingLoss(BasicOperation):
 def _check(terms: Sequence[Tensor]) -> None:
     shapes = [tuple(t.shape) for t in terms]
     if len({*shapes}) > 1 or len(shapes[0]) != 2 or shapes[0][0] != 2:
-        raise InputError(
-            explain(
-                "The terms of every router must be (2, E)",
-                where="LoadBalancingLoss",
-                received=", ".join(map(str, shapes)),
-            )
+        raise InputError.explained(
+            "The terms of every router must be (2, E)",
+            where="LoadBalancingLoss",
+            received=", ".join(map(str, shapes)),
         )

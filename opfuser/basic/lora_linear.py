@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 from ..fusion import Env, Refusal
 from ..kernels.dropout_masks import draw_mask
 from ..op import OperationContext
@@ -126,13 +126,11 @@ class LoRALinear(LinearOperation):
         dtype = dtype or torch.get_default_dtype()
         adapter_dtype = adapter_dtype or dtype
         if {dtype, adapter_dtype} - COMPUTE_DTYPES or min(in_features, *sizes, 0) < 0 or not sizes:
-            raise ArgumentError(
-                explain(
-                    "A linear operation has sizes that are not negative, and computes in float16, "
-                    "bfloat16, float32 or float64",
-                    where=type(self).__name__,
-                    received=f"{in_features}, {out_features}, {dtype}, {adapter_dtype}",
-                )
+            raise ArgumentError.explained(
+                "A linear operation has sizes that are not negative, and computes in float16, "
+                "bfloat16, float32 or float64",
+                where=type(self).__name__,
+                received=f"{in_features}, {out_features}, {dtype}, {adapter_dtype}",
             )
         numbers = [str(n) for n in range(len(sizes))] if several else [""]
         self._weights = tuple([f"weight{n}" for n in numbers])
@@ -172,24 +170,20 @@ class LoRALinear(LinearOperation):
                 and 0 <= a.output < len(self.sizes)
                 and a.name.isidentifier()
             ):
-                raise ArgumentError(
-                    explain(
-                        "An adapter has a name, a positive rank, a finite scale, a probability of "
-                        "dropout, and the number of an output",
-                        where=where,
-                        received=repr(a),
-                    )
+                raise ArgumentError.explained(
+                    "An adapter has a name, a positive rank, a finite scale, a probability of "
+                    "dropout, and the number of an output",
+                    where=where,
+                    received=repr(a),
                 )
         made = tuple([a[:2] for a in self.adapters])
         if made != self._made or len(dict(made)) < len(made):
-            raise ArgumentError(
-                explain(
-                    "Adapters keep the names and ranks that they were made with, and each has a "
-                    "name of its own",
-                    where=where,
-                    received=", ".join(f"{a.name}: {a.rank}" for a in self.adapters),
-                    remedy="Make a new operation, and assign the parameters of this one to it",
-                )
+            raise ArgumentError.explained(
+                "Adapters keep the names and ranks that they were made with, and each has a "
+                "name of its own",
+                where=where,
+                received=", ".join(f"{a.name}: {a.rank}" for a in self.adapters),
+                remedy="Make a new operation, and assign the parameters of this one to it",
             )
         active = [(n, a) for n, a in enumerate(self.adapters) if a.active]
         if not self.training:
@@ -248,16 +242,14 @@ class LoRALinear(LinearOperation):
         weights: list[Tensor | None] = [getattr(self, name) for name in self._weights]
         found = [w for w in weights if w is not None]
         if len(found) < len(weights) or len({w.dtype for w in found}) > 1:
-            raise ArgumentError(
-                explain(
-                    "A LoRALinear needs its weights, of one dtype",
-                    where=self._where(),
-                    received=", ".join(
-                        f"{n} = {None if w is None else w.dtype}"
-                        for n, w in zip(self._weights, weights)
-                    ),
-                    remedy="Assign parameters of one dtype before the call",
-                )
+            raise ArgumentError.explained(
+                "A LoRALinear needs its weights, of one dtype",
+                where=self._where(),
+                received=", ".join(
+                    f"{n} = {None if w is None else w.dtype}"
+                    for n, w in zip(self._weights, weights)
+                ),
+                remedy="Assign parameters of one dtype before the call",
             )
         return found
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..buffer_reuse import only_reference
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..op import BasicOperation
 
 __all__ = ["MakeExtraOutput"]
@@ -53,7 +53,7 @@ class MakeExtraOutput(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         (in_place,) = self.frozen_settings(basic_op_ctxs[0])
         ours = in_place and only_reference(basic_op_grad_extra_outputs[0])

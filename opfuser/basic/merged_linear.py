@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..context import COMPUTE_DTYPES, refuse_dtype
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
-from ..op import OperationContext
+from ..op import OperationContext, OperationGrads
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..tracing import columns, functional, joined_columns
@@ -167,13 +167,11 @@ class BasicMergedLinear(OfProjections, LinearOperation):
 
     def _refuse_weights(self) -> NoReturn:
         found = [(name, getattr(self._modules[name], "weight")) for name in self.names]  # noqa: B009
-        raise ArgumentError(
-            explain(
-                "Projections have weights of one dtype, and of the shapes that they were made with",
-                where=f"{type(self).__name__}({self.extra_repr()})",
-                received=", ".join(f"{n} {tuple(w.shape)} {w.dtype}" for n, w in found),
-                remedy="Cast all of them, or use one Linear each",
-            )
+        raise ArgumentError.explained(
+            "Projections have weights of one dtype, and of the shapes that they were made with",
+            where=f"{type(self).__name__}({self.extra_repr()})",
+            received=", ".join(f"{n} {tuple(w.shape)} {w.dtype}" for n, w in found),
+            remedy="Cast all of them, or use one Linear each",
         )
 
     def weight_grads(
@@ -300,9 +298,7 @@ class MergedBias(OfProjections):
         ]
         return tuple([share if need else None for share, need in zip(shares, needed)])
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         needed = ctx.needs.parameters
         dx = grad_output if ctx.needs.input else None
         if True not in needed:
@@ -313,11 +309,9 @@ class MergedBias(OfProjections):
         return input_ + self.operand(input_)
 
     def _refuse_input(self, x: Tensor, width: int) -> NoReturn:
-        raise InputError(
-            explain(
-                "The last dimension of the input must be the sum of the sizes of the biases",
-                where=f"{type(self).__name__}({self.extra_repr()})",
-                received=f"shape {(*x.shape[:-1], width)}",
-                remedy=f"Pass a tensor of shape (..., {sum(self.sizes)})",
-            )
+        raise InputError.explained(
+            "The last dimension of the input must be the sum of the sizes of the biases",
+            where=f"{type(self).__name__}({self.extra_repr()})",
+            received=f"shape {(*x.shape[:-1], width)}",
+            remedy=f"Pass a tensor of shape (..., {sum(self.sizes)})",
         )

@@ -16,7 +16,7 @@ from ..kernels.norm_quantized import (
     norm_forward_quantized,
 )
 from ..kernels.quantize import Codes, MeasuredScaling, Scaling
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from ._dtypes import check_parameter_dtype
 from ._norms import (
@@ -184,9 +184,7 @@ class Norm(BasicOperation):
         else:
             ctx.save_for_backward(x, mean, rstd)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         dx, grads, _ = self.gradients(ctx, grad_output, None)
         return dx, grads
 
@@ -252,7 +250,6 @@ class Norm(BasicOperation):
         x = self._saved(ctx)[0]
         rows, parameters = as_rows(x, self._cols), self._parameters_of_forward(ctx)
         settings = self.frozen_settings(ctx)
-        y: Tensor
         y, *_ = norm_forward(rows, None, *parameters, *settings, self.with_mean)
         return y.view_as(x)
 
@@ -270,8 +267,7 @@ class Norm(BasicOperation):
         args = rows, weight, bias, mean, as_vector(rstd), zero_centered
 
         def run(scaling: Scaling) -> Codes:
-            codes: Codes = norm_cols_quantized(*args, scaling)
-            return codes
+            return norm_cols_quantized(*args, scaling)
 
         if seen:
             scaling = quantizer.operands.from_amax(quantizer.role, *seen)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
 from ..kernels.row_map_plain import inverse, picked, tokens
 from ..op import BasicOperation, Dtypes
@@ -74,12 +74,10 @@ class Permute(BasicOperation):
 
     def make_settings(self) -> Permute.Settings:
         if self.num_experts < 1:
-            raise ArgumentError(
-                explain(
-                    "num_experts must be positive",
-                    where="Permute",
-                    received=f"num_experts={self.num_experts}",
-                )
+            raise ArgumentError.explained(
+                "num_experts must be positive",
+                where="Permute",
+                received=f"num_experts={self.num_experts}",
             )
         return self.Settings(self.num_experts)
 
@@ -116,15 +114,10 @@ class Permute(BasicOperation):
     @staticmethod
     def recompute(x: Tensor, row_map: Tensor) -> Tensor:
         """The output of forward, for its input and the row map that it returned."""
-        rows: Tensor = copy_to_rows(x, row_map, None)[0]
-        return rows
+        return copy_to_rows(x, row_map, None)[0]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         row_map, needs = ctx.saved_tensors[0], ctx.needs
@@ -163,4 +156,4 @@ def _check(x: Tensor, indices: Tensor, weights: Tensor | None) -> None:
         received = f"input {tuple(x.shape)}, indices {tuple(indices.shape)} of {indices.dtype}"
         if weights is not None:
             received += f", weights {tuple(weights.shape)}"
-        raise InputError(explain(invariant, where="Permute", received=received))
+        raise InputError.explained(invariant, where="Permute", received=received)

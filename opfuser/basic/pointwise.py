@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, MissingImplementationError, explain
+from ..errors import ArgumentError, MissingImplementationError
 from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..torch_internals import constant_result
 from ..tracing import stands_in
 from ._numbers import real_number
@@ -69,12 +69,10 @@ class PointwiseOperation(BasicOperation):
         super().__init__()
         device = type(self).device_function
         if isinstance(device, str) and not all(device.partition(":")):
-            raise ArgumentError(
-                explain(
-                    "The place of a device function is written as 'module:name'",
-                    where=type(self).__name__,
-                    received=repr(device),
-                )
+            raise ArgumentError.explained(
+                "The place of a device function is written as 'module:name'",
+                where=type(self).__name__,
+                received=repr(device),
             )
         self.constants: tuple[float, ...] = constants
         self.constants = self.make_settings().constants
@@ -98,12 +96,10 @@ class PointwiseOperation(BasicOperation):
 
     def value(self, x: Tensor) -> Tensor:
         """``f(x)`` in differentiable torch. May not write to x."""
-        raise MissingImplementationError(
-            explain(
-                "A pointwise operation gives its function in torch",
-                where=type(self).__name__,
-                remedy="Implement value(x)",
-            )
+        raise MissingImplementationError.explained(
+            "A pointwise operation gives its function in torch",
+            where=type(self).__name__,
+            remedy="Implement value(x)",
         )
 
     def derivative(self, x: Tensor) -> Tensor:
@@ -156,14 +152,10 @@ class PointwiseOperation(BasicOperation):
             return _TorchForm(self).value(x)  # so that value() may keep something on self
         return _chain(type(self).device_function, constants).forward(x, (None,), (x.dtype,)).y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
-        assert x is not None
         form, constants, _ = self.frozen_settings(ctx)
         if not self._has_kernel(x):
             return form.backward(grad_output, x), ()
@@ -181,14 +173,12 @@ class PointwiseOperation(BasicOperation):
 
 
 def _no_derivative(op: PointwiseOperation) -> MissingImplementationError:
-    return MissingImplementationError(
-        explain(
-            "A pointwise operation gives the derivative that autograd does not find",
-            where=type(op).__name__,
-            received="a value that autograd cannot follow back to x",
-            remedy="Implement derivative(x), for a constant or a step by torch.zeros_like(x); or "
-            "write value(x) in differentiable torch",
-        )
+    return MissingImplementationError.explained(
+        "A pointwise operation gives the derivative that autograd does not find",
+        where=type(op).__name__,
+        received="a value that autograd cannot follow back to x",
+        remedy="Implement derivative(x), for a constant or a step by torch.zeros_like(x); or "
+        "write value(x) in differentiable torch",
     )
 
 

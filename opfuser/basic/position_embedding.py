@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.context_parallel import refuse_counted_positions
-from ..errors import ArgumentError, InputError, explain
-from ..op import BasicOperation, OperationContext
+from ..errors import ArgumentError, InputError
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ._dtypes import check_parameter_dtype
 
 __all__ = ["PositionEmbedding"]
@@ -61,12 +61,10 @@ class PositionEmbedding(BasicOperation):
         super().__init__()
         check_parameter_dtype(dtype, "PositionEmbedding")
         if num_positions < 0 or embedding_dim < 0:
-            raise ArgumentError(
-                explain(
-                    "Sizes must not be negative",
-                    where="PositionEmbedding",
-                    received=f"num_positions={num_positions}, embedding_dim={embedding_dim}",
-                )
+            raise ArgumentError.explained(
+                "Sizes must not be negative",
+                where="PositionEmbedding",
+                received=f"num_positions={num_positions}, embedding_dim={embedding_dim}",
             )
         self.num_positions = num_positions
         self.embedding_dim = embedding_dim
@@ -92,9 +90,7 @@ class PositionEmbedding(BasicOperation):
             ctx.save_for_backward(*self.Saved(positions))
         return self.reference(input_, positions=positions)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         (positions,) = ctx.saved_tensors
         dx = grad_output if ctx.needs.input else None
         if not ctx.needs.parameters[0]:
@@ -135,7 +131,7 @@ class PositionEmbedding(BasicOperation):
             invariant = "The sequence must not be longer than the table"
             received += f", num_positions={self.num_positions}"
         if invariant:
-            raise InputError(explain(invariant, where="PositionEmbedding", received=received))
+            raise InputError.explained(invariant, where="PositionEmbedding", received=received)
 
     def extra_repr(self) -> str:
         return f"{self.num_positions}, {self.embedding_dim}"

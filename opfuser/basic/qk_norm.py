@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError
 from ..kernels.rotary import Rotation, qk_norm, qk_norm_backward
 from ..kernels.scalar import wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import check_eps
 
@@ -97,8 +97,8 @@ class QKNorm(BasicOperation):
         sizes = ("num_heads", self.num_heads), ("head_dim", self.head_dim)
         for name, size in (*sizes, ("num_kv_heads", self.num_kv_heads)):
             if size < 1:
-                raise ArgumentError(
-                    explain(f"{name} must be positive", where="QKNorm", received=f"{name}={size}")
+                raise ArgumentError.explained(
+                    f"{name} must be positive", where="QKNorm", received=f"{name}={size}"
                 )
         check_eps(self.eps, "QKNorm")
         flag = self.zero_centered_gamma
@@ -139,15 +139,12 @@ class QKNorm(BasicOperation):
         """
         _, kv_heads, eps, zero_centered = self.frozen_settings(ctx)
         weights = self.q_weight, self.k_weight
-        y: Tensor
         y, rstd = qk_norm(x, *weights, rotation, kv_heads, eps, zero_centered)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rstd))
         return y
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return self.gradients(ctx, grad_output, None)
 
     def gradients(
@@ -169,13 +166,11 @@ class QKNorm(BasicOperation):
         """Raises InputError unless the last dimension of ``input_`` holds all heads."""
         features = (settings.num_heads + 2 * settings.num_kv_heads) * self.head_dim
         if not input_.dim() or input_.shape[-1] != features:
-            raise InputError(
-                explain(
-                    f"The input must be (..., {features})",
-                    where=f"QKNorm({self.extra_repr()})",
-                    received=f"shape {tuple(input_.shape)}",
-                    remedy="Pass queries, keys and values packed in the last dimension",
-                )
+            raise InputError.explained(
+                f"The input must be (..., {features})",
+                where=f"QKNorm({self.extra_repr()})",
+                received=f"shape {tuple(input_.shape)}",
+                remedy="Pass queries, keys and values packed in the last dimension",
             )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, InputError, explain
-from ..op import BasicOperation, OperationContext
+from ..errors import ArgumentError, ArgumentTypeError, InputError
+from ..op import BasicOperation, OperationContext, OperationGrads
 
 __all__ = ["Reshape"]
 
@@ -43,20 +43,16 @@ class Reshape(BasicOperation):
         try:
             shape = tuple([index(size) for size in sizes])
         except TypeError as error:
-            raise ArgumentTypeError(
-                explain(
-                    "The shape must be an integer or an iterable of integers",
-                    where="Reshape",
-                    received=f"shape={shape!r}",
-                )
+            raise ArgumentTypeError.explained(
+                "The shape must be an integer or an iterable of integers",
+                where="Reshape",
+                received=f"shape={shape!r}",
             ) from error
         if min(shape, default=0) < -1 or shape.count(-1) > 1:
-            raise ArgumentError(
-                explain(
-                    "Sizes must be non-negative, except for at most one -1",
-                    where="Reshape",
-                    received=f"shape={shape}",
-                )
+            raise ArgumentError.explained(
+                "Sizes must be non-negative, except for at most one -1",
+                where="Reshape",
+                received=f"shape={shape}",
             )
         return self.Settings(shape)
 
@@ -72,9 +68,7 @@ class Reshape(BasicOperation):
             ctx.input_shape = input_.shape
         return self._reshape(input_, *self.frozen_settings(ctx))
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         return (grad_output.reshape(ctx.input_shape) if ctx.needs.input else None), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
@@ -84,10 +78,8 @@ class Reshape(BasicOperation):
         try:
             return input_.reshape(shape)
         except RuntimeError as error:
-            raise InputError(
-                explain(
-                    "The input must have as many elements as the shape asks for",
-                    where="Reshape",
-                    received=f"input {tuple(input_.shape)} for shape={shape}",
-                )
+            raise InputError.explained(
+                "The input must have as many elements as the shape asks for",
+                where="Reshape",
+                received=f"input {tuple(input_.shape)} for shape={shape}",
             ) from error

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..attention.context_parallel import refuse_counted_positions
-from ..errors import ArgumentError, ArgumentTypeError, InputError, explain
+from ..errors import ArgumentError, ArgumentTypeError, InputError
 from ..kernels.rotary import Rotation, rotary
 from ..kernels.scalar import wide_dtype
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, OperationContext, OperationGrads
 from ..rope import Frequencies, RopeScaling
 from ..rope_configuration import field_of, read_configuration
 from ._rotary_tables import RotaryTables, pairs_of_rows
@@ -146,13 +146,11 @@ class RotaryEmbedding(BasicOperation):
         size = others.get("head_dim") or field_of(config, "head_dim")
         features = None if size else field_of(config, "hidden_size")
         if not heads or not (size or features):
-            raise ArgumentError(
-                explain(
-                    "A configuration must have num_attention_heads, and head_dim or hidden_size",
-                    where="RotaryEmbedding.from_hf",
-                    received=type(config).__name__,
-                    remedy="Pass num_heads and head_dim too",
-                )
+            raise ArgumentError.explained(
+                "A configuration must have num_attention_heads, and head_dim or hidden_size",
+                where="RotaryEmbedding.from_hf",
+                received=type(config).__name__,
+                remedy="Pass num_heads and head_dim too",
             )
         size = size or features // heads
         rope = read_configuration(config, layer_type)
@@ -227,13 +225,11 @@ class RotaryEmbedding(BasicOperation):
             _check_sections(sections, pairs, self.interleave_sections)
         if self.scaling is not None:
             if not isinstance(self.scaling, RopeScaling):
-                raise ArgumentTypeError(
-                    explain(
-                        "scaling must be a RopeScaling or None",
-                        where="RotaryEmbedding",
-                        received=repr(self.scaling),
-                        remedy="RopeScaling.from_hf makes one of a configuration or a dict",
-                    )
+                raise ArgumentTypeError.explained(
+                    "scaling must be a RopeScaling or None",
+                    where="RotaryEmbedding",
+                    received=repr(self.scaling),
+                    remedy="RopeScaling.from_hf makes one of a configuration or a dict",
                 )
             self.scaling.check_pairs(pairs, sections, "RotaryEmbedding")
         return self.Settings(
@@ -280,16 +276,14 @@ class RotaryEmbedding(BasicOperation):
             invariant = "positions must be integer"
         elif positions is None and tables.is_floating_point():
             return tables
-        raise InputError(
-            explain(
-                invariant or "Tables hold cosine and sine in floating point, in place of positions",
-                where="RotaryEmbedding",
-                received=", ".join(
-                    f"{name} {tuple(t.shape)} of {t.dtype}"
-                    for name, t in (("positions", positions), ("tables", tables))
-                    if t is not None
-                ),
-            )
+        raise InputError.explained(
+            invariant or "Tables hold cosine and sine in floating point, in place of positions",
+            where="RotaryEmbedding",
+            received=", ".join(
+                f"{name} {tuple(t.shape)} of {t.dtype}"
+                for name, t in (("positions", positions), ("tables", tables))
+                if t is not None
+            ),
         )
 
     def settings_of_call(self, ctx: OperationContext, length: int | None) -> Settings:
@@ -299,9 +293,7 @@ class RotaryEmbedding(BasicOperation):
             settings = ctx.settings = settings._replace(length=length)
         return settings
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OperationGrads:
         if not ctx.needs.input:
             return None, ()
         settings = self.frozen_settings(ctx)
@@ -311,8 +303,7 @@ class RotaryEmbedding(BasicOperation):
         self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings, *, back: bool
     ) -> Tensor:
         rotation = self.rotation(x, positions, settings)
-        y: Tensor = rotary(x, rotation, settings.num_kv_heads, settings.head_dim, back)
-        return y
+        return rotary(x, rotation, settings.num_kv_heads, settings.head_dim, back)
 
     def rotation(
         self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
@@ -370,7 +361,7 @@ class RotaryEmbedding(BasicOperation):
                 invariant = "length must be a positive int"
                 received = "a tensor" if isinstance(length, Tensor) else f"length={length!r}"
         if invariant:
-            raise InputError(explain(invariant, where="RotaryEmbedding", received=received))
+            raise InputError.explained(invariant, where="RotaryEmbedding", received=received)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         positions = self.given(kwargs.get("positions"), kwargs.get("tables"))
@@ -446,4 +437,4 @@ def _fits(positions: Sequence[int], x: Sequence[int], sections: tuple[int, ...] 
 
 
 def _refuse(invariant: str, received: str) -> NoReturn:
-    raise ArgumentError(explain(invariant, where="RotaryEmbedding", received=received))
+    raise ArgumentError.explained(invariant, where="RotaryEmbedding", received=received)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import ArgumentError, InputError
 from ..kernels import functions
 from ..kernels.capped_functions import SoftCappedSquaredRelu
 from ..kernels.gated import (
@@ -52,7 +52,7 @@ class _ScaledActivation(BasicOperation):
     class Settings(NamedTuple):
         product: ProductSpec
 
-    def __init__(self, activation_recompute_in_mlp: bool) -> None:
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -85,11 +85,7 @@ class _ScaledActivation(BasicOperation):
         return gated_forward(x, product, scales), [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not (ctx.needs.input or ctx.needs.extra_inputs[0]):
@@ -118,7 +114,6 @@ class _ScaledActivation(BasicOperation):
         if scales is None:  # their own gradient does not depend on them
             scales = x.new_ones(x.shape[:-1])
         needs_dx, (needs_ds,) = ctx.needs.input, ctx.needs.extra_inputs
-        grads: GatedGrads
         if over_input and needs_dx:
             grads = gated_backward_(dy, x, product, scales, want_output, needs_ds)
         else:
@@ -139,14 +134,12 @@ class _ScaledActivation(BasicOperation):
             gated.check_glu_input(function, input_, where)
         leading = input_.shape[:-1]
         if not input_.dim() or scales.shape not in (leading, (*leading, 1)):
-            raise InputError(
-                explain(
-                    "The scales must have the input's shape without its last dimension, or with "
-                    "1 in its place",
-                    where=where,
-                    received=f"input {tuple(input_.shape)}, scales {tuple(scales.shape)}",
-                    remedy="Pass one scale per row",
-                )
+            raise InputError.explained(
+                "The scales must have the input's shape without its last dimension, or with "
+                "1 in its place",
+                where=where,
+                received=f"input {tuple(input_.shape)}, scales {tuple(scales.shape)}",
+                remedy="Pass one scale per row",
             )
 
 
@@ -173,7 +166,7 @@ class ScaledSwiGLU(_ScaledActivation):
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.make_settings()
 
@@ -207,7 +200,7 @@ class ScaledSiTUGLU(_ScaledActivation):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.beta1 = beta1
         self.beta2 = beta2
@@ -245,7 +238,7 @@ class ScaledClampedQGeGLU(_ScaledActivation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha
@@ -268,9 +261,6 @@ class ScaledSReLU(_ScaledActivation):
             recomputed in the backward of a fused MLP in place of saving it; here that is done for
             either value.
     """
-
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(activation_recompute_in_mlp)
 
     def make_function(self) -> ScalarFunction:
         return functions.SquaredRelu()
@@ -295,19 +285,17 @@ class ScaledTanhSReLU(_ScaledActivation):
     def __init__(
         self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.tanh_clamp_scale = tanh_clamp_scale
         self.make_settings()
 
     def make_function(self) -> ScalarFunction:
         cap = self.tanh_clamp_scale
         if not 0 < cap < math.inf:
-            raise ArgumentError(
-                explain(
-                    "tanh_clamp_scale must be finite and positive",
-                    where=type(self).__name__,
-                    received=f"tanh_clamp_scale={cap}",
-                    remedy="Use ScaledSReLU for no cap",
-                )
+            raise ArgumentError.explained(
+                "tanh_clamp_scale must be finite and positive",
+                where=type(self).__name__,
+                received=f"tanh_clamp_scale={cap}",
+                remedy="Use ScaledSReLU for no cap",
             )
         return SoftCappedSquaredRelu(cap)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["SwapExtra"]
@@ -41,11 +41,7 @@ class SwapExtra(BasicOperation):
         return extra, [(input_,)]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         (grad_extra,) = basic_op_grad_extra_outputs[0] or (None,)
         needs = basic_op_ctxs[0].needs

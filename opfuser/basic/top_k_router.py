@@ -14,12 +14,12 @@ from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     refuse_dtype,
 )
-from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..errors import ArgumentError, InputError, OpKwargsError
 from ..kernels.router import (
     LossGrads,
     RouterLosses,
@@ -167,7 +167,7 @@ class TopKRouter(BasicOperation):
             invariant = "top_k_groups groups must have top_k experts"
         if invariant:
             received = ", ".join(f"{name}={value!r}" for name, value in settings._asdict().items())
-            raise ArgumentError(explain(invariant, where="TopKRouter", received=received))
+            raise ArgumentError.explained(invariant, where="TopKRouter", received=received)
         return settings
 
     def reset_parameters(self) -> None:
@@ -203,21 +203,17 @@ class TopKRouter(BasicOperation):
         """
         bias = self.score_correction_bias
         if bias is None or not math.isfinite(rate):
-            raise ArgumentError(
-                explain(
-                    "A correction of the scores moves by a finite rate",
-                    where="TopKRouter",
-                    received=f"rate={rate}, score_correction_bias={bias is not None}",
-                    remedy="Construct the router with score_correction_bias=True",
-                )
+            raise ArgumentError.explained(
+                "A correction of the scores moves by a finite rate",
+                where="TopKRouter",
+                received=f"rate={rate}, score_correction_bias={bias is not None}",
+                remedy="Construct the router with score_correction_bias=True",
             )
         if tokens.shape != bias.shape or tokens.dtype not in (torch.int32, torch.int64):
-            raise InputError(
-                explain(
-                    f"The tokens of each expert must be ({self.num_experts},) integers",
-                    where="TopKRouter",
-                    received=f"{tuple(tokens.shape)} of {tokens.dtype}",
-                )
+            raise InputError.explained(
+                f"The tokens of each expert must be ({self.num_experts},) integers",
+                where="TopKRouter",
+                received=f"{tuple(tokens.shape)} of {tokens.dtype}",
             )
         if group_size(process_group) > 1:
             tokens = all_reduce(tokens, process_group)
@@ -251,11 +247,7 @@ class TopKRouter(BasicOperation):
         return RouterLosses(self.aux_loss, self.z_loss, self.balance_terms)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
@@ -300,27 +292,22 @@ class TopKRouter(BasicOperation):
     def _check(self, logits: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         others = ", ".join(name for name in kwargs if name != "mask")
         if others:
-            raise OpKwargsError(
-                explain("The keyword of TopKRouter is mask", where="TopKRouter", received=others)
+            raise OpKwargsError.explained(
+                "The keyword of TopKRouter is mask", where="TopKRouter", received=others
             )
         if logits.dtype not in COMPUTE_DTYPES:
             refuse_dtype(logits, self)
         if not logits.dim() or logits.shape[-1] != self.num_experts:
-            raise InputError(
-                explain(
-                    f"Logits must be (..., {self.num_experts}), one for each expert",
-                    where="TopKRouter",
-                    received=f"input {tuple(logits.shape)}",
-                )
+            raise InputError.explained(
+                f"Logits must be (..., {self.num_experts}), one for each expert",
+                where="TopKRouter",
+                received=f"input {tuple(logits.shape)}",
             )
         if mask is not None and (mask.dtype is not torch.bool or mask.shape != logits.shape[:-1]):
-            raise InputError(
-                explain(
-                    "The mask must be bool, of the logits' shape without the last dimension",
-                    where="TopKRouter",
-                    received=f"logits {tuple(logits.shape)}, mask {tuple(mask.shape)} of "
-                    f"{mask.dtype}",
-                )
+            raise InputError.explained(
+                "The mask must be bool, of the logits' shape without the last dimension",
+                where="TopKRouter",
+                received=f"logits {tuple(logits.shape)}, mask {tuple(mask.shape)} of {mask.dtype}",
             )
 
     def extra_repr(self) -> str:

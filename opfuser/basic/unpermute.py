@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import InputError
 from ..kernels.row_map import copy_to_rows, sum_of_rows, sum_of_rows_grads
 from ..op import BasicOperation
 
@@ -70,11 +70,7 @@ class Unpermute(BasicOperation):
         return sum_of_rows(input_, row_map, weights, None)[0], [()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         row_map, rows, weights = ctx.saved_tensors
@@ -108,4 +104,4 @@ def _check(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
         received = f"input {tuple(rows.shape)}, row map {tuple(row_map.shape)} of {row_map.dtype}"
         if weights is not None:
             received += f", weights {tuple(weights.shape)}"
-        raise InputError(explain(invariant, where="Unpermute", received=received))
+        raise InputError.explained(invariant, where="Unpermute", received=received)

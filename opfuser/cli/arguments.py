@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..report.inputs import named_dtype
 from ..report.target import Target, load
 
@@ -116,12 +116,10 @@ def target_of(args: argparse.Namespace) -> Target:
     """
     dtype = None if args.dtype is None else named_dtype(args.dtype)
     if dtype is not None and not dtype.is_floating_point:
-        raise TargetError(
-            explain(
-                "Parameters are converted to a floating-point dtype",
-                received=args.dtype,
-                remedy="Use fp64, fp32, bf16 or fp16",
-            )
+        raise TargetError.explained(
+            "Parameters are converted to a floating-point dtype",
+            received=args.dtype,
+            remedy="Use fp64, fp32, bf16 or fp16",
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return load(
@@ -176,6 +174,6 @@ def write(text: str, file: Path | None) -> None:
     try:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise TargetError(
-            explain("The file cannot be written", received=f"{file}: {error.strerror}")
+        raise TargetError.explained(
+            "The file cannot be written", received=f"{file}: {error.strerror}"
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import TargetError, counted, explain
+from ..errors import TargetError, counted
 from ..report.bisect import Command, Found, candidates, find
 from .arguments import FINDINGS, FINE, Subparsers, add_command
 
@@ -51,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command until the cause is known; :data:`FINDINGS` if it is a fusion."""
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:
-        raise TargetError(
-            explain(
-                "A command stands behind two dashes",
-                remedy="Write opfuser bisect -- python my_test.py",
-            )
+        raise TargetError.explained(
+            "A command stands behind two dashes", remedy="Write opfuser bisect -- python my_test.py"
         )
     command = Command(words, args.match)
     names = list(dict.fromkeys([*candidates(), *args.fusion]))

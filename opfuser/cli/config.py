@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from ..engine.plan import Plan
-from ..errors import TargetError, counted, explain
+from ..errors import TargetError, counted
 from ..fusion_config import EffectiveSetting, FusionConfig, glob_names, in_order
 from ..fusion_config_text import as_file
 from ..registry import effective, registry
@@ -107,12 +107,10 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"  order: {text}")
     if target is None:
         if args.input:
-            raise TargetError(
-                explain(
-                    "Inputs are those of a model",
-                    received="--input without a model",
-                    remedy="Name the model behind the file",
-                )
+            raise TargetError.explained(
+                "Inputs are those of a model",
+                received="--input without a model",
+                remedy="Name the model behind the file",
             )
         return FINE
     found = plans(target)

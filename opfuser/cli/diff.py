@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..registry import fusions
 from ..report.conversion import no_sequences
 from ..report.diff import around, data, difference, matches, text
@@ -107,19 +107,17 @@ def _says_why(args: argparse.Namespace) -> str:
 
 def _two_files(names: list[str]) -> tuple[str, str]:
     if len(names) != 2:
-        raise TargetError(
-            explain(
-                "Without --fusion two files are compared",
-                received=", ".join(names),
-                remedy="Name a fusion, or two files that opfuser explain --format json has written",
-            )
+        raise TargetError.explained(
+            "Without --fusion two files are compared",
+            received=", ".join(names),
+            remedy="Name a fusion, or two files that opfuser explain --format json has written",
         )
     return names[0], names[1]
 
 
 def _one_model(names: list[str]) -> str:
     if len(names) != 1:
-        raise TargetError(
-            explain("With --fusion one model is compared with itself", received=", ".join(names))
+        raise TargetError.explained(
+            "With --fusion one model is compared with itself", received=", ".join(names)
         )
     return names[0]

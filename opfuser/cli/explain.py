@@ -10,7 +10,7 @@ from typing import Any
 
 from ..engine.folding import joined_names
 from ..engine.plan import Plan
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..report.conversion import no_sequences
 from ..report.diff import check_fusion_name
 from ..report.inputs import did_you_mean
@@ -71,11 +71,9 @@ Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
 def run(args: argparse.Namespace) -> int:
     """Prints the plans, or what became of one fusion."""
     if args.program and (args.why is not None or args.format in ("html", "svg")):
-        raise TargetError(
-            explain(
-                "--program goes with plans as text or JSON",
-                received=f"--why {args.why}, --format {args.format}",
-            )
+        raise TargetError.explained(
+            "--program goes with plans as text or JSON",
+            received=f"--why {args.why}, --format {args.format}",
         )
     if args.why is not None or args.at is not None:
         write(_reasons(args), args.output)
@@ -98,11 +96,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _reasons(args: argparse.Namespace) -> str:
     if args.why is None or args.format != "text":
-        raise TargetError(
-            explain(
-                "--at goes with --why, and both with text",
-                received=f"--why {args.why}, --at {args.at}, --format {args.format}",
-            )
+        raise TargetError.explained(
+            "--at goes with --why, and both with text",
+            received=f"--why {args.why}, --at {args.at}, --format {args.format}",
         )
     target = target_of(args)
     check_fusion_name(args.why)  # the module of the model may register some
@@ -110,11 +106,9 @@ def _reasons(args: argparse.Namespace) -> str:
     plans = {"": _only(found.plans)} if args.at is not None else found.plans
     for plan in plans.values():
         if args.at is not None and not 0 <= args.at < len(plan.basic_ops):
-            raise TargetError(
-                explain(
-                    f"The plan has operations 0 to {len(plan.basic_ops) - 1}",
-                    received=f"--at {args.at}",
-                )
+            raise TargetError.explained(
+                f"The plan has operations 0 to {len(plan.basic_ops) - 1}",
+                received=f"--at {args.at}",
             )
     return "\n\n".join(
         _titled(joined_names(paths), plans[paths[0]].why(args.why, args.at))
@@ -129,24 +123,20 @@ def _chosen(found: Explained, path: str | None) -> Explained:
     if path is None:
         return found
     if path not in found.plans:
-        raise TargetError(
-            explain(
-                "No Sequential with that path has a plan of its own",
-                received=repr(path),
-                remedy=did_you_mean(path, found.plans) or f"There are {_paths(found.plans)}",
-            )
+        raise TargetError.explained(
+            "No Sequential with that path has a plan of its own",
+            received=repr(path),
+            remedy=did_you_mean(path, found.plans) or f"There are {_paths(found.plans)}",
         )
     return found.only(path)
 
 
 def _only(plans: dict[str, Plan]) -> Plan:
     if len(plans) > 1:
-        raise TargetError(
-            explain(
-                "This is about one plan",
-                received=f"a model with {len(plans)}",
-                remedy=f"Choose one with --sequence: {_paths(plans)}",
-            )
+        raise TargetError.explained(
+            "This is about one plan",
+            received=f"a model with {len(plans)}",
+            remedy=f"Choose one with --sequence: {_paths(plans)}",
         )
     return next(iter(plans.values()))
 
@@ -160,11 +150,8 @@ def _optional(module: str) -> Any:
     try:
         return importlib.import_module(f"opfuser.report.{module}")
     except ModuleNotFoundError as error:
-        raise TargetError(
-            explain(
-                f"This format needs the package {error.name}",
-                remedy="pip install opfuser[tools]",
-            )
+        raise TargetError.explained(
+            f"This format needs the package {error.name}", remedy="pip install opfuser[tools]"
         ) from error
 
 

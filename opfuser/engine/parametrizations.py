@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 
 __all__ = ["fake_value", "one_value_each", "read_through", "refuse_impure"]
 
@@ -82,13 +82,11 @@ def refuse_impure(module: nn.Module, name: str) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         once, again = rehearsal(), rehearsal()
     if written != [b._version for b in rehearsal.buffers()] or not torch.equal(once, again):
-        raise NotSupportedError(
-            explain(
-                "A parametrisation that is compiled gives the same value whenever it is evaluated",
-                where=f"{name} of {type(module).__name__}",
-                received="one that draws random numbers, or writes to a buffer",
-                remedy="Leave the sequence out of torch.compile, or remove the parametrisation",
-            )
+        raise NotSupportedError.explained(
+            "A parametrisation that is compiled gives the same value whenever it is evaluated",
+            where=f"{name} of {type(module).__name__}",
+            received="one that draws random numbers, or writes to a buffer",
+            remedy="Leave the sequence out of torch.compile, or remove the parametrisation",
         )
 
 

@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError
 
 __all__ = ["MODES", "ReplayOptions", "check_mode", "current", "replay"]
 
@@ -59,8 +59,8 @@ def check_mode(mode: str, where: str) -> str:
         ArgumentError: it is none.
     """
     if mode not in MODES:
-        raise ArgumentError(
-            explain("replay is 'off', 'on' or 'auto'", where=where, received=repr(mode))
+        raise ArgumentError.explained(
+            "replay is 'off', 'on' or 'auto'", where=where, received=repr(mode)
         )
     return mode
 
@@ -103,13 +103,11 @@ class replay:  # noqa: N801 - reads as the statement that it is
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
         if options.after < 1 or options.instances < 1 or not 0 < options.share <= 1:
-            raise ArgumentError(
-                explain(
-                    "after and instances must be positive, memory between 0 and 1",
-                    where="opfuser.replay",
-                    received=f"after={options.after}, instances={options.instances}, "
-                    f"memory={options.memory}",
-                )
+            raise ArgumentError.explained(
+                "after and instances must be positive, memory between 0 and 1",
+                where="opfuser.replay",
+                received=f"after={options.after}, instances={options.instances}, "
+                f"memory={options.memory}",
             )
         _Switched.stack.append((weakref.ref(self), options))
         _Switched.settle()

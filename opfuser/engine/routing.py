@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..errors import ChannelError, explain
+from ..errors import ChannelError
 from ..op import BasicOperation
 
 
@@ -195,12 +195,10 @@ class _Producers:
                     continue
                 slot = self.slots.setdefault(_key(channel, member.scope), Slot(i, s))
                 if slot != (i, s):
-                    raise ChannelError(
-                        explain(
-                            f"Channel {str(channel)!r} has multiple producers",
-                            where=f"{members[slot.op].text} and {member.text}",
-                            remedy="Give each extra output a channel name of its own",
-                        )
+                    raise ChannelError.explained(
+                        f"Channel {str(channel)!r} has multiple producers",
+                        where=f"{members[slot.op].text} and {member.text}",
+                        remedy="Give each extra output a channel name of its own",
                     )
 
     def _hint(self) -> str:
@@ -212,21 +210,17 @@ class _Producers:
         where = self.members[reader].text
         slot = self.slots.get(_key(channel, self.members[reader].scope))
         if slot is None:
-            raise ChannelError(
-                explain(
-                    f"Channel {str(channel)!r} has no producer",
-                    where=f"read by {where}",
-                    remedy="Bind an extra output of an earlier operation in the same Sequential "
-                    "to it with set_extra_output_channel" + self._hint(),
-                )
+            raise ChannelError.explained(
+                f"Channel {str(channel)!r} has no producer",
+                where=f"read by {where}",
+                remedy="Bind an extra output of an earlier operation in the same Sequential "
+                "to it with set_extra_output_channel" + self._hint(),
             )
         if slot.op >= reader:
-            raise ChannelError(
-                explain(
-                    f"Channel {str(channel)!r} has no earlier producer",
-                    where=f"read by {where}, produced by {self.members[slot.op].text}",
-                    remedy="Move the producer before the operation that reads the channel",
-                )
+            raise ChannelError.explained(
+                f"Channel {str(channel)!r} has no earlier producer",
+                where=f"read by {where}, produced by {self.members[slot.op].text}",
+                remedy="Move the producer before the operation that reads the channel",
             )
         return slot
 

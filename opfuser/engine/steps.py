@@ -88,26 +88,22 @@ class ForwardResults(NamedTuple):
         """
         x, rows = forward_parts(self.name, result)
         if len(rows) != len(self.indices):
-            raise ExtraOutputCountError(
-                explain(
-                    f"Expected extra outputs for {counted(len(self.indices), 'basic operation')}, "
-                    f"but got {len(rows)}",
-                    where=self.name,
-                    remedy="Return a list of extra outputs for each of them from fuser_forward, "
-                    "empty for one that has none",
-                )
+            raise ExtraOutputCountError.explained(
+                f"Expected extra outputs for {counted(len(self.indices), 'basic operation')}, "
+                f"but got {len(rows)}",
+                where=self.name,
+                remedy="Return a list of extra outputs for each of them from fuser_forward, "
+                "empty for one that has none",
             )
         results = [x]
         for i, row, wanted in zip(self.indices, rows, self.wanted):
             ys = row_of_outputs(self.name, f"op {i}", row)
             if len(ys) != len(wanted):
-                raise ExtraOutputCountError(
-                    explain(
-                        f"Expected op {i} to generate {counted(len(wanted), 'extra output')}, "
-                        f"but got {len(ys)}",
-                        where=self.name,
-                        remedy="Return one tensor for each of its num_extra_outputs",
-                    )
+                raise ExtraOutputCountError.explained(
+                    f"Expected op {i} to generate {counted(len(wanted), 'extra output')}, "
+                    f"but got {len(ys)}",
+                    where=self.name,
+                    remedy="Return one tensor for each of its num_extra_outputs",
                 )
             for slot, (y, reason) in enumerate(zip(ys, wanted)):
                 if y is None and reason:
@@ -259,15 +255,13 @@ class BackwardResults(NamedTuple):
         dx, params, extras = backward_parts(self.name, result)
         count = len(self.operations)
         if (len(params), len(extras)) != (count, count):
-            raise ParameterGradientCountError(
-                explain(
-                    f"Expected gradients for {counted(count, 'basic operation')}, but got "
-                    f"{counted(len(params), 'list')} of param grads and {len(extras)} of "
-                    "extra-input grads",
-                    where=self.name,
-                    remedy="Return one tuple of each for each basic operation from fuser_backward, "
-                    "empty for one without",
-                )
+            raise ParameterGradientCountError.explained(
+                f"Expected gradients for {counted(count, 'basic operation')}, but got "
+                f"{counted(len(params), 'list')} of param grads and {len(extras)} of "
+                "extra-input grads",
+                where=self.name,
+                remedy="Return one tuple of each for each basic operation from fuser_backward, "
+                "empty for one without",
             )
         out = [dx]
         for op, own, row in zip(self.operations, self.parameters, params):
@@ -286,12 +280,10 @@ class BackwardResults(NamedTuple):
         if row is None:
             return (None,) * count
         if len(row) != count:
-            raise ParameterGradientCountError(
-                explain(
-                    f"Expected op {op[0]} to generate {count} param grads, but got {len(row)}",
-                    where=op[1],
-                    remedy="Return one gradient or None per parameter, in registration order",
-                )
+            raise ParameterGradientCountError.explained(
+                f"Expected op {op[0]} to generate {count} param grads, but got {len(row)}",
+                where=op[1],
+                remedy="Return one gradient or None per parameter, in registration order",
             )
         return row
 
@@ -302,12 +294,10 @@ class BackwardResults(NamedTuple):
             return (None,) * len(keeps)
         row = row_of_grads(self.name, f"op {op[0]}", grads)
         if len(row) != len(keeps):
-            raise ExtraInputGradientCountError(
-                explain(
-                    f"Expected op {op[0]} to generate grads for "
-                    f"{counted(len(keeps), 'extra input')}, but got {len(row)}",
-                    where=self.name,
-                    remedy="Return one gradient or None for each of its extra inputs",
-                )
+            raise ExtraInputGradientCountError.explained(
+                f"Expected op {op[0]} to generate grads for "
+                f"{counted(len(keeps), 'extra input')}, but got {len(row)}",
+                where=self.name,
+                remedy="Return one gradient or None for each of its extra inputs",
             )
         return row

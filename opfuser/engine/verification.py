@@ -17,7 +17,6 @@ from ..errors import (
     BackwardResultError,
     GradientShapeError,
     SavedTensorsError,
-    explain,
 )
 from ..op import BasicOperation, OperationContext
 from ..op.results import refuse_output
@@ -65,13 +64,11 @@ class Verification:
         for index, (op, ctx) in enumerate(zip(ops, contexts)):
             for value in () if ctx.span is None else saved[slice(*ctx.span)]:
                 if value is not None and not isinstance(value, Tensor):
-                    raise SavedTensorsError(
-                        explain(
-                            "ctx.save_for_backward takes tensors and None",
-                            where=describe(index, op),
-                            received=type(value).__name__,
-                            remedy="Set anything else as an attribute of ctx",
-                        )
+                    raise SavedTensorsError.explained(
+                        "ctx.save_for_backward takes tensors and None",
+                        where=describe(index, op),
+                        received=type(value).__name__,
+                        remedy="Set anything else as an attribute of ctx",
                     )
 
     def after_backward(self, index: int, step: str, dx: Any) -> None:
@@ -118,13 +115,11 @@ def _owners(program: Program) -> Iterator[tuple[str, str, bool]]:
 
 def _check_tensor(grad: Any, step: str, what: str) -> None:
     if grad is not None and not isinstance(grad, (Tensor, QuantizedTensor)):
-        raise BackwardResultError(
-            explain(
-                "A gradient is a tensor or None",
-                where=step,
-                received=f"{type(grad).__name__} as {what}",
-                remedy="Return None for a gradient of zero",
-            )
+        raise BackwardResultError.explained(
+            "A gradient is a tensor or None",
+            where=step,
+            received=f"{type(grad).__name__} as {what}",
+            remedy="Return None for a gradient of zero",
         )
 
 
@@ -137,11 +132,9 @@ def _sums_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 def _wrong_shape(
     step: str, what: str, received: Sequence[int], wanted: Sequence[int]
 ) -> GradientShapeError:
-    return GradientShapeError(
-        explain(
-            "A gradient has the shape of what it is the gradient of",
-            where=step,
-            received=f"shape {tuple(received)} for {what} of shape {tuple(wanted)}",
-            remedy="Sum it over the dimensions that forward broadcast, or reshape it, in backward",
-        )
+    return GradientShapeError.explained(
+        "A gradient has the shape of what it is the gradient of",
+        where=step,
+        received=f"shape {tuple(received)} for {what} of shape {tuple(wanted)}",
+        remedy="Sum it over the dimensions that forward broadcast, or reshape it, in backward",
     )

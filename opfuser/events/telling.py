@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ..errors import ArgumentError, counted, explain
+from ..errors import ArgumentError, counted
 from ..kernels import launch
 from .kinds import KINDS, AttentionKernelTaken, Event, FallbackTaken, KernelCompiled
 
@@ -120,13 +120,11 @@ def _checked(only: Any, where: str) -> tuple[type[Event], ...]:
     kinds = only if isinstance(only, tuple) else (only,)
     if kinds and all(isinstance(kind, type) and issubclass(kind, Event) for kind in kinds):
         return kinds
-    raise ArgumentError(
-        explain(
-            "Events are chosen by their classes",
-            where=where,
-            received=repr(only),
-            remedy=f"Choose among: {', '.join(kind.__name__ for kind in KINDS)}",
-        )
+    raise ArgumentError.explained(
+        "Events are chosen by their classes",
+        where=where,
+        received=repr(only),
+        remedy=f"Choose among: {', '.join(kind.__name__ for kind in KINDS)}",
     )
 
 
@@ -152,12 +150,10 @@ def subscribe(
             of events.
     """
     if not callable(callback):
-        raise ArgumentError(
-            explain(
-                "A subscriber of events is a function of an event",
-                where="opfuser.events.subscribe",
-                received=repr(callback),
-            )
+        raise ArgumentError.explained(
+            "A subscriber of events is a function of an event",
+            where="opfuser.events.subscribe",
+            received=repr(callback),
         )
     subscription = Subscription(callback, _checked(only, "opfuser.events.subscribe"))
     _change(lambda now: (*now, subscription))
@@ -239,12 +235,10 @@ def record_events(
     """
     kinds = _checked(only, "opfuser.record_events")
     if not isinstance(limit, int) or limit < 1:
-        raise ArgumentError(
-            explain(
-                "A log keeps a positive number of events",
-                where="opfuser.record_events",
-                received=f"limit={limit!r}",
-            )
+        raise ArgumentError.explained(
+            "A log keeps a positive number of events",
+            where="opfuser.record_events",
+            received=f"limit={limit!r}",
         )
     log = EventLog(limit)
     with subscribe(log._append, only=kinds):

@@ -12,7 +12,7 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.lora_linear import LoRALinear
 from ..basic.merged_linear import BasicMergedLinear, MergedBias
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from ..fusion import Refusal
 
 __all__ = [
@@ -63,12 +63,10 @@ def backward_refusal(linear: AnyLinear) -> Refusal | None:
 def insist(refusal: Refusal | None, where: str) -> None:
     """Raises NotSupportedError with ``refusal``, for a fused operation constructed by hand."""
     if refusal is not None:
-        raise NotSupportedError(
-            explain(
-                refusal.detail,
-                where=where,
-                remedy="Leave the operations separate, and they fuse where that is possible",
-            )
+        raise NotSupportedError.explained(
+            refusal.detail,
+            where=where,
+            remedy="Leave the operations separate, and they fuse where that is possible",
         )
 
 

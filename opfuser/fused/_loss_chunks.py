@@ -113,7 +113,7 @@ class Head(NamedTuple):
         targets = self.targets[chunk]
         if self.own is not None:
             return losses_of_slices(logits, targets, self.terms, self.own).loss
-        return cross_entropy_forward(logits, targets, self.terms).loss  # type: ignore[no-any-return]
+        return cross_entropy_forward(logits, targets, self.terms).loss
 
     def loss_gradient(self, logits: Tensor, chunk: slice) -> LossGradient:
         """Losses of some rows, and the gradient of their logits, which may take their place."""

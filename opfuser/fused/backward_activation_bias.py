@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..basic.activation import _Activation
 from ..basic.bias import Bias
-from ..context import BackwardResult, Contexts, ExtraTensors
+from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Fusion
 from ..kernels.activation import activation_backward
 from ..op import FusedOperation
@@ -42,11 +42,7 @@ class BackwardActivationBias(FusedOperation):
         self._parts = bias, activation
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         _, activation = self._parts
         (function,) = activation.frozen_settings(basic_op_ctxs[1])

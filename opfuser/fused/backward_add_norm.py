@@ -10,7 +10,7 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import Norm
 from ..basic.rms_norm import RMSNorm
-from ..context import BackwardResult, Contexts, ExtraTensors
+from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Fusion
 from ..op import FusedOperation
 
@@ -48,11 +48,7 @@ class BackwardAddNorm(FusedOperation):
         self._parts = add, norm
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         _, norm = self._parts
         (g,) = basic_op_grad_extra_outputs[0]

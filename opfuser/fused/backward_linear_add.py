@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import gemm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..buffer_reuse import only_reference
-from ..context import BackwardResult, Contexts, ExtraTensors
+from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist
@@ -47,11 +47,7 @@ class BackwardLinearAdd(FusedOperation):
         self._parts = backward_add, linear
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         _, linear = self._parts
         ctx = basic_op_ctxs[1]

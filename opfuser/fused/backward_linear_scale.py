@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import gemm
 from ..basic.constant_scale import ConstantScale
-from ..context import BackwardResult, Contexts, ExtraTensors
+from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.scalar import cast
 from ..op import FusedOperation
@@ -43,11 +43,7 @@ class BackwardLinearScale(FusedOperation):
         self._parts = linear, scale
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         linear, scale = self._parts
         ctx = basic_op_ctxs[0]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
-from ..context import BackwardResult, Contexts, ExtraTensors
+from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import insist
@@ -37,11 +37,7 @@ class BackwardQKNormRotary(FusedOperation):
         self._parts = qk_norm, rotary
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         qk_norm, rotary = self._parts
         ctx, rotary_ctx = basic_op_ctxs

@@ -56,9 +56,8 @@ class ForwardAddNorm(FusedOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        return self._part.forward(
-            basic_op_ctxs, input_, given["basic_op_extra_inputs"], save_input=True
-        )
+        extras = given["basic_op_extra_inputs"]
+        return self._part.forward(basic_op_ctxs, input_, extras, True, None)
 
 
 class ForwardAddRMSNorm(ForwardAddNorm):

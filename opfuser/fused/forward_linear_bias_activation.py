@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from .. import gemm
 from ..context import Contexts, ForwardArguments, ForwardResult
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist
@@ -46,13 +46,11 @@ class ForwardLinearBiasActivation(FusedOperation):
     def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, activation: None = None) -> None:
         where = type(self).__name__
         if activation is not None:
-            raise NotSupportedError(
-                explain(
-                    "activation must be None: no GEMM returns its output before and after one",
-                    where=where,
-                    received=repr(activation),
-                    remedy="Place the activation after the fused operation",
-                )
+            raise NotSupportedError.explained(
+                "activation must be None: no GEMM returns its output before and after one",
+                where=where,
+                received=repr(activation),
+                remedy="Place the activation after the fused operation",
             )
         insist(forward_refusal(linear), where)
         super().__init__((linear,) if bias is None else (linear, bias))

@@ -23,7 +23,7 @@ from ..buffer_reuse import only_reference
 from ..context import (
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     GradNeeds,
@@ -130,7 +130,7 @@ class GroupedMLP(FusedOperation):
         extras = given["basic_op_extra_inputs"]
         kwargs = given["basic_op_kwargs"]
         rows, recomputes_rows = input_, False
-        of_permute: ExtraTensors = []
+        of_permute: Extras = []
         if self.permute is not None:
             ctx, own = basic_op_ctxs[0], _given(extras[0], kwargs[0])
             rows, of_permute = self.permute.fuser_forward([ctx], input_, **own)
@@ -157,7 +157,7 @@ class GroupedMLP(FusedOperation):
             act.to_save = act.to_save[0], act.to_save[1] if reads_scales else None
         return y, [*of_permute, (), (), ()]
 
-    def _inner(self, extras: ExtraTensors) -> tuple[_Channel, ...]:
+    def _inner(self, extras: Extras) -> tuple[_Channel, ...]:
         """The extra inputs that Permute makes: the engine leaves them out."""
         return tuple(
             _Channel(at, slot, self._made[at, slot])
@@ -167,11 +167,7 @@ class GroupedMLP(FusedOperation):
         )
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         first, act, second = basic_op_ctxs[-3:]
         parameters: list[Sequence[Tensor | None]] = [
@@ -221,7 +217,7 @@ class GroupedMLP(FusedOperation):
         ctx: OperationContext,
         drows: Tensor | None,
         grad_output: Tensor,
-        extras: ExtraTensors,
+        extras: Extras,
         given: Sequence[Tensor | None],
     ) -> BackwardResult | None:
         """The backward of Permute, if there is one that owes gradients.
@@ -247,7 +243,7 @@ class GroupedMLP(FusedOperation):
 
 
 def _filled(
-    extras: ExtraTensors, outputs: Sequence[Tensor | None], inner: Sequence[_Channel]
+    extras: Extras, outputs: Sequence[Tensor | None], inner: Sequence[_Channel]
 ) -> list[list[Tensor | None]]:
     """Extra inputs, with those that Permute makes."""
     own = [list(row) for row in extras]

@@ -11,7 +11,7 @@ from ..basic._weight_grad import Computed
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
 from ..buffer_reuse import only_reference
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.cross_entropy import scaled
 from ..op import FusedOperation
@@ -103,11 +103,7 @@ class LinearCrossEntropy(FusedOperation):
         return total if count is None else total / count, [(), ()]
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         # A second backward may read the saved tensors, and saved-tensor hooks may refer to them.

@@ -16,7 +16,7 @@ from ..basic.permute import Permute
 from ..context import (
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     GradNeeds,
@@ -120,11 +120,7 @@ class QuantizedGroupedLinear(FusedOperation):
         return self.linear.forward_by(products, ctx, input_, given)
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
         products = _products(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])

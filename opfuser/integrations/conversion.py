@@ -16,7 +16,7 @@ from ..applying.decisions import check_modes
 from ..applying.descriptions import children_called, operations_in
 from ..change_tracking import has_hooks, replaces_forward
 from ..context import COMPUTE_DTYPES
-from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError, explain
+from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from ..op import FusibleOperation
 from ..reading.construction import build
 from ..reading.dataflow import Value, leaves_in, values_in
@@ -85,8 +85,8 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
             that may differ.
     """
     if not isinstance(module, nn.Module):
-        raise ArgumentTypeError(
-            explain("Modules are converted", where="from_torch", received=type(module).__name__)
+        raise ArgumentTypeError.explained(
+            "Modules are converted", where="from_torch", received=type(module).__name__
         )
     if isinstance(module, Sequential):
         return module
@@ -98,12 +98,10 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
         reading = _read_in_all_modes(module, call)
         built = build(reading, module, checks=False)
     except KeptError as kept:
-        raise NotSupportedError(
-            explain(
-                "opfuser.from_torch converts a module that is one sequence of operations",
-                received=f"{type(module).__name__}, which {kept.reason}",
-                remedy=_APPLY,
-            )
+        raise NotSupportedError.explained(
+            "opfuser.from_torch converts a module that is one sequence of operations",
+            received=f"{type(module).__name__}, which {kept.reason}",
+            remedy=_APPLY,
         ) from None
     made = Sequential(_named(built.sequence, module))
     if built.arguments:
@@ -254,14 +252,12 @@ def _check_sizes(traced: Trace, reading: Reading) -> None:
         raise KeptError(f"decides by sizes, for {shape} entries that {' and '.join(traced.guards)}")
     rows = x.shape[:-1] if x.meta.is_floating_point() else x.shape
     if len({*rows}.intersection(traced.key.sizes)) < len(rows):
-        raise ArgumentError(
-            explain(
-                "Sizes of an example that may differ, such as batch and sequence, do differ, and "
-                "are neither 1 nor sizes of parameters",
-                where="from_torch",
-                received=" x ".join(map(str, x.shape)),
-                remedy="Pass tensors of other sizes, and masks of bool",
-            )
+        raise ArgumentError.explained(
+            "Sizes of an example that may differ, such as batch and sequence, do differ, and "
+            "are neither 1 nor sizes of parameters",
+            where="from_torch",
+            received=" x ".join(map(str, x.shape)),
+            remedy="Pass tensors of other sizes, and masks of bool",
         )
 
 

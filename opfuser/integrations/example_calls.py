@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..applying.descriptions import masks_in
 from ..attention.masks import hides_queries
-from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError, explain
+from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from ..reading.built import Built
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Reading
@@ -81,14 +81,12 @@ def calls_made(module: nn.Module) -> Iterator[ExampleCall]:
 
 def needs_example(module: nn.Module, why: str) -> ArgumentError:
     """The error that no call of a module could be made, and why."""
-    return ArgumentError(
-        explain(
-            "Arguments of a call of a module are made where it takes one tensor of a width that "
-            "its parameters have",
-            where="from_torch",
-            received=f"{type(module).__name__}: {why}",
-            remedy="Pass those of one call as example=, if its forward needs no values",
-        )
+    return ArgumentError.explained(
+        "Arguments of a call of a module are made where it takes one tensor of a width that "
+        "its parameters have",
+        where="from_torch",
+        received=f"{type(module).__name__}: {why}",
+        remedy="Pass those of one call as example=, if its forward needs no values",
     )
 
 
@@ -109,23 +107,19 @@ def given_call(module: nn.Module, example: Example) -> ExampleCall:
     try:
         call = ExampleCall.bound(signature, args, kwargs)
     except TypeError as error:
-        raise ArgumentTypeError(
-            explain(
-                "An example has the arguments of one call of the module",
-                where="from_torch",
-                received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
-                remedy=f"The forward takes {signature}",
-            )
+        raise ArgumentTypeError.explained(
+            "An example has the arguments of one call of the module",
+            where="from_torch",
+            received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
+            remedy=f"The forward takes {signature}",
         ) from None
     tensors = call.tensors
     if len({*map(id, tensors)}) < len(tensors):
-        raise ArgumentError(
-            explain(
-                "Each tensor of an example is there once",
-                where="from_torch",
-                received="one that is passed twice",
-                remedy="Pass a clone",
-            )
+        raise ArgumentError.explained(
+            "Each tensor of an example is there once",
+            where="from_torch",
+            received="one that is passed twice",
+            remedy="Pass a clone",
         )
     if len(tensors) != 1 or not tensors[0].dim():
         return call
@@ -181,13 +175,11 @@ class Arguments:
             (strictly or differentiated) and hides_queries(inputs[n], strictly)
             for n, strictly in self.masks
         ):
-            raise NotSupportedError(
-                explain(
-                    "Gradients of a query whose keys are all hidden by large numbers are not exact",
-                    where="a sequence of opfuser.from_torch",
-                    received="an additive mask with such a query",
-                    remedy="Pass a bool mask",
-                )
+            raise NotSupportedError.explained(
+                "Gradients of a query whose keys are all hidden by large numbers are not exact",
+                where="a sequence of opfuser.from_torch",
+                received="an additive mask with such a query",
+                remedy="Pass a bool mask",
             )
         given: dict[Any, dict[str, Any]] = {}
         for argument in self.arguments:
@@ -195,13 +187,11 @@ class Arguments:
         return (inputs[self.input],), {"op_kwargs": given}
 
     def refusal(self, received: str) -> ArgumentError:
-        return ArgumentError(
-            explain(
-                "A sequence is called with arguments of the structure of its example",
-                where="opfuser.from_torch",
-                received=received,
-                remedy="Convert the module again with such an example, or use opfuser.apply",
-            )
+        return ArgumentError.explained(
+            "A sequence is called with arguments of the structure of its example",
+            where="opfuser.from_torch",
+            received=received,
+            remedy="Convert the module again with such an example, or use opfuser.apply",
         )
 
 

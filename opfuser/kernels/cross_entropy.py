@@ -244,5 +244,4 @@ def scaled(
         dtype: of the result.
         in_place: whether ``x`` may be written to and returned.
     """
-    y: Tensor = _scaled(x, factor, count, dtype, in_place and x.dtype == dtype)
-    return y
+    return _scaled(x, factor, count, dtype, in_place and x.dtype == dtype)

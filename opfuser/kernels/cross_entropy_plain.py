@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,19 +37,24 @@ _aten = torch.ops.aten
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
-def blocks_of_rows(x: Tensor) -> list[slice]:
-    """Blocks of rows whose fp32 copy is small.
+_WHOLE = slice(None)
 
-    Callers take tensors as they are where there is one block: slices take a microsecond each.
-    """
+
+def blocks_of_rows(x: Tensor) -> list[slice]:
+    """Blocks of rows whose fp32 copy is small; one if there are no rows."""
     rows, cols = x.shape
     limit = _BLOCK.get(x.device.type)
-    if limit is None:
-        return [slice(0, rows)]
-    size = max(1, limit // max(1, cols))
+    size = rows if limit is None else max(1, limit // max(1, cols))
     if x.is_cpu:
         size *= torch.get_num_threads()  # which share the rows of a softmax
+    if rows <= size:
+        return [_WHOLE]
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+
+
+def _cut(block: slice, *tensors: Tensor) -> Sequence[Tensor]:
+    """The rows of a block, and all as they are: slices take a microsecond each."""
+    return tensors if block is _WHOLE else [t[block] for t in tensors]
 
 
 def classes_of_rows(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +175,8 @@ def _gradient(
 
 def by_aten(x: Tensor, terms: Terms) -> bool:
     """Whether ATen's loss is the one to take: on a CPU, for one block, without further terms."""
-    few = x.is_cpu and not (terms.label_smoothing or terms.z_loss)
-    return few and len(blocks_of_rows(x)) == 1
+    few = x.is_cpu and x.shape[0] > 0 and not (terms.label_smoothing or terms.z_loss)
+    return few and blocks_of_rows(x) == [_WHOLE]
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -223,23 +229,15 @@ def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
         x = cast(x, wide_dtype(x.dtype))
         loss, _ = aten_loss(x, targets, terms.ignore_index, "none")
         return RowLosses(loss, x.amax(1), torch.softmax(x, 1).amax(1).reciprocal_())
-    blocks = blocks_of_rows(x)
     valid, index = classes_of_rows(targets, terms.ignore_index)
-    if len(blocks) == 1:
-        rows = _rows(x)
-        loss = torch.where(valid, _losses(x, rows, index, terms), 0.0)
-        return RowLosses(loss.squeeze(1), rows.row_max.squeeze(1), rows.sum_exp.squeeze(1))
     parts = []
-    for block in blocks:
-        part = x[block]
+    for block in blocks_of_rows(x):
+        part, own = _cut(block, x, index)
         rows = _rows(part)
-        loss = _losses(part, rows, index[block], terms)
-        parts.append((loss, rows.row_max, rows.sum_exp))
-    if not parts:
-        none = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
-        return RowLosses(none, torch.empty_like(none), torch.empty_like(none))
-    loss, row_max, sum_exp = (torch.cat(part).squeeze(1) for part in zip(*parts))
-    return RowLosses(torch.where(valid.squeeze(1), loss, 0.0), row_max, sum_exp)
+        parts.append((_losses(part, rows, own, terms), rows.row_max, rows.sum_exp))
+    loss, row_max, sum_exp = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
+    loss = torch.where(valid, loss, 0.0)
+    return RowLosses(loss.squeeze(1), row_max.squeeze(1), sum_exp.squeeze(1))
 
 
 def backward(
@@ -289,24 +287,18 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
     """
     if by_aten(x, terms):
         return _gradient_by_aten(x, targets, count, terms.ignore_index)
-    blocks = blocks_of_rows(x)
     valid, index = classes_of_rows(targets, terms.ignore_index)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scale = valid.to(wide)
+    scale = valid.to(wide_dtype(x.dtype))
     if count is not None:
         scale /= count.clamp_min(1)
-    if len(blocks) == 1:
-        rows = _rows(x)
-        losses = _losses(x, rows, index, terms)
-        _write(x, rows, index, scale, terms)
-        return LossGradient(torch.where(valid, losses, 0.0).squeeze(1), x)
-    losses = x.new_empty((x.shape[0], 1), dtype=wide)
-    for block in blocks:
-        part = x[block]
+    losses = []
+    for block in blocks_of_rows(x):
+        part, own, factor = _cut(block, x, index, scale)
         rows = _rows(part)
-        losses[block] = _losses(part, rows, index[block], terms)
-        _write(part, rows, index[block], scale[block], terms)
-    return LossGradient(torch.where(valid, losses, 0.0).squeeze(1), x)
+        losses.append(_losses(part, rows, own, terms))
+        _write(part, rows, own, factor, terms)
+    loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+    return LossGradient(torch.where(valid, loss, 0.0).squeeze(1), x)
 
 
 def mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .pointwise import draw_seed, draws_seeds, dropout
+from .pointwise_plain import rescale
 
 __all__ = ["draw_mask", "masked"]
 
@@ -21,6 +22,5 @@ def masked(t: Tensor, mask: Tensor, p: float) -> Tensor:
     """``t / (1 - p)`` where the mask keeps it, else 0: dropout, and its gradient for t = dy."""
     if mask.dtype == torch.int64:
         return dropout(t, mask, p)
-    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
-    kept: Tensor = torch.ops.aten.native_dropout_backward(t, mask, scale)
+    kept: Tensor = torch.ops.aten.native_dropout_backward(t, mask, rescale(p))
     return kept

@@ -19,8 +19,6 @@ from .gated_plain import (
     GatedGrads,
     Glu,
     ProductSpec,
-    backward_over_x_plain,
-    backward_over_x_traced,
     backward_plain,
     backward_traced,
     forward_plain,
@@ -112,33 +110,11 @@ def _launch_backward(
     want_dx: bool,
     want_y: bool,
     want_dscales: bool = True,
+    over_x: bool = False,
 ) -> GatedGrads:
-    dx = empty_contiguous(x) if want_dx else None
-    return _launch_backward_into(dx, dy, x, spec, scales, want_y, want_dscales)
-
-
-def _launch_backward_over_x(
-    dy: Tensor,
-    x: Tensor,
-    spec: ProductSpec,
-    scales: Tensor | None,
-    want_y: bool,
-    want_dscales: bool,
-) -> GatedGrads:
-    dx = x if x.is_contiguous() else empty_contiguous(x)
-    return _launch_backward_into(dx, dy, x, spec, scales, want_y, want_dscales)
-
-
-def _launch_backward_into(
-    dx: Tensor | None,
-    dy: Tensor,
-    x: Tensor,
-    spec: ProductSpec,
-    scales: Tensor | None,
-    want_y: bool,
-    want_dscales: bool,
-) -> GatedGrads:
-    """Gradients and y; dx, contiguous, may be x."""
+    dx = None
+    if want_dx:
+        dx = x if over_x and x.is_contiguous() else empty_contiguous(x)
     *leading, cols = dy.shape
     y = x.new_empty(*leading, cols) if want_y else None
     dscales = None
@@ -164,12 +140,6 @@ gated_forward = kernel_or_plain(launch=_launch_forward, plain=forward_plain)
 gated_backward = kernel_or_plain(
     launch=_launch_backward, plain=backward_plain, traced=backward_traced, accepts=_takes
 )
-_over_x = kernel_or_plain(
-    launch=_launch_backward_over_x,
-    plain=backward_over_x_plain,
-    traced=backward_over_x_traced,
-    accepts=_takes,
-)
 
 
 def gated_backward_(
@@ -184,5 +154,4 @@ def gated_backward_(
 
     dx is written over a contiguous x, except where torch.compile traces.
     """
-    grads: GatedGrads = _over_x(dy, x, spec, scales, want_y, want_dscales)
-    return grads
+    return gated_backward(dy, x, spec, scales, True, want_y, want_dscales, True)

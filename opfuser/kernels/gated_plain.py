@@ -19,8 +19,8 @@ __all__ = [
     "GatedGrads",
     "Glu",
     "ProductSpec",
-    "backward_over_x_plain",
     "backward_plain",
+    "backward_traced",
     "forward_plain",
     "product_spec",
 ]
@@ -147,9 +147,9 @@ def _wide(x: Tensor) -> Tensor:
     return each_column(lambda t: cast(t, wide_dtype(t.dtype)), x)
 
 
-def _forward(f: _Function, x: Tensor, scales: Tensor | None) -> Tensor:
-    """``y = h s``, contiguous, in the dtype of x."""
-    wide = wide_dtype(x.dtype)
+def forward_plain(x: Tensor, spec: ProductSpec, scales: Tensor | None) -> Tensor:
+    """``y = gate(a) up(b) s``, contiguous, in the dtype of x; no scales count as one."""
+    f, wide = spec.function, wide_dtype(x.dtype)
     x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
     if at_once(x):
         return cast(_value(f, _wide(x), s), x.dtype)
@@ -160,30 +160,31 @@ def _forward(f: _Function, x: Tensor, scales: Tensor | None) -> Tensor:
     return y
 
 
-def _backward(
-    f: _Function,
+def backward_plain(
     dy: Tensor,
     x: Tensor,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_dx: bool,
-    want_dscales: bool,
     want_y: bool,
-    *,
+    want_dscales: bool = True,
     over_x: bool = False,
 ) -> GatedGrads:
-    """Gradients and y, as far as they are wanted; dx may take the memory of x."""
+    """Gradients of x and of the scales, and the output, as far as they are wanted.
+
+    With ``over_x``, dx takes the memory of x if that is contiguous.
+    """
     wide = wide_dtype(x.dtype)
     x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
-    want_dscales = want_dscales and s is not None
     dx = dscales = y = None
     if want_dx:
         dx = x if over_x else torch.empty_like(x)
-    if want_dscales:
+    if want_dscales and s is not None:
         dscales = x.new_empty((*dy.shape[:-1], 1), dtype=wide)
     if want_y:
         y = x.new_empty(dy.shape)
     for rows in row_blocks(x, dy, s, dx, dscales, y):
-        _backward_rows(f, *rows)
+        _backward_rows(spec.function, *rows)
     return GatedGrads(dx, None if dscales is None else dscales.squeeze(-1), y)
 
 
@@ -221,17 +222,22 @@ def _backward_rows(
         y.copy_(h if s is None else h.mul_(s))
 
 
-def _backward_traced(
-    f: _Function,
+def backward_traced(
     dy: Tensor,
     x: Tensor,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_dx: bool,
-    want_dscales: bool,
     want_y: bool,
+    want_dscales: bool = True,
+    over_x: bool = False,
 ) -> GatedGrads:
-    """The same without ``out``: torch.compile fuses it as it likes."""
-    wide = wide_dtype(x.dtype)
+    """As :func:`backward_plain`, for torch.compile to trace, which fuses it as it likes.
+
+    dx never takes the memory of x. Nor is its layout asked for: it is unknown where data decide the
+    number of rows.
+    """
+    f, wide = spec.function, wide_dtype(x.dtype)
     s = None if scales is None else cast(scales, wide).unsqueeze(-1)
     z, dy = _wide(x), cast(dy, wide)
     dx = dscales = y = None
@@ -253,61 +259,3 @@ def _backward_traced(
         assert h is not None
         y = cast(h if s is None else h * s, x.dtype)
     return GatedGrads(dx, dscales, y)
-
-
-def forward_plain(x: Tensor, spec: ProductSpec, scales: Tensor | None) -> Tensor:
-    """``y = gate(a) up(b) s``, contiguous, in the dtype of x; no scales count as one."""
-    return _forward(spec.function, x, scales)
-
-
-def backward_plain(
-    dy: Tensor,
-    x: Tensor,
-    spec: ProductSpec,
-    scales: Tensor | None,
-    want_dx: bool,
-    want_y: bool,
-    want_dscales: bool = True,
-) -> GatedGrads:
-    """Gradients of x and of the scales, and the output, as far as they are wanted."""
-    return _backward(spec.function, dy, x, scales, want_dx, want_dscales, want_y)
-
-
-def backward_over_x_plain(
-    dy: Tensor,
-    x: Tensor,
-    spec: ProductSpec,
-    scales: Tensor | None,
-    want_y: bool,
-    want_dscales: bool,
-) -> GatedGrads:
-    """As :func:`backward_plain` with dx, which takes the memory of x if that is contiguous."""
-    return _backward(spec.function, dy, x, scales, True, want_dscales, want_y, over_x=True)
-
-
-def backward_traced(
-    dy: Tensor,
-    x: Tensor,
-    spec: ProductSpec,
-    scales: Tensor | None,
-    want_dx: bool,
-    want_y: bool,
-    want_dscales: bool = True,
-) -> GatedGrads:
-    """As :func:`backward_plain`, for torch.compile to trace."""
-    return _backward_traced(spec.function, dy, x, scales, want_dx, want_dscales, want_y)
-
-
-def backward_over_x_traced(
-    dy: Tensor,
-    x: Tensor,
-    spec: ProductSpec,
-    scales: Tensor | None,
-    want_y: bool,
-    want_dscales: bool,
-) -> GatedGrads:
-    """As :func:`backward_traced` with dx, which does not take the memory of x.
-
-    Nor is its layout asked for: it is unknown where data decide the number of rows.
-    """
-    return _backward_traced(spec.function, dy, x, scales, True, want_dscales, want_y)

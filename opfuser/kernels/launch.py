@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import compilers
 from .. import torch_internals as internals
-from ..errors import CompilerError, explain
+from ..errors import CompilerError
 from ..recording import watching
 from ..tracing import functional
 
@@ -344,7 +344,7 @@ class Launch:
                 lacking = compilers.trouble() if compilers.explains(error) else None
                 if lacking is None:
                     raise
-                raise CompilerError(explain(lacking, where=self.name)) from error
+                raise CompilerError.explained(lacking, where=self.name) from error
         entry = None if key is None else internals.launcher_of(kernel)
         if key is not None and entry is not None:
             general, told = _general(key), _State.compiled

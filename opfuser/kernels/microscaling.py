@@ -133,8 +133,7 @@ def quantize_mxfp8(
         rows, cols: which layouts are wanted.
         column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
     """
-    codes: Codes = _mxfp8(x, dtype, rows, cols, column_sum)
-    return codes
+    return _mxfp8(x, dtype, rows, cols, column_sum)
 
 
 def quantize_nvfp4(
@@ -165,5 +164,4 @@ def quantize_nvfp4(
         seed: (1,) int64, for stochastic rounding; None: to nearest even.
         column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
     """
-    codes: Codes = _nvfp4(x, amax, rows, cols, squares, transform, seed, column_sum)
-    return codes
+    return _nvfp4(x, amax, rows, cols, squares, transform, seed, column_sum)

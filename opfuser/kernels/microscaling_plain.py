@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .philox import philox
-from .quantize_plain import BLOCK, Codes, encode, largest
+from .quantize_plain import BLOCK, Codes, column_sum_plain, encode, largest
 
 __all__ = [
     "E8M0",
@@ -177,7 +177,7 @@ def mxfp8_plain(x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, column_su
         codes, scale = _mxfp8(values.t().contiguous(), dtype)
         codes.view(torch.uint8)[:, x.shape[0] :] = 0
         by_cols = _Layout(codes, scale)
-    sums = _column_sum(x) if column_sum else None
+    sums = column_sum_plain(x) if column_sum else None
     return Codes(by_rows.codes, by_rows.scale, by_cols.codes, by_cols.scale, sums)
 
 
@@ -298,7 +298,7 @@ def nvfp4_plain(
         codes, scale = _nvfp4(values.t().contiguous(), inverse, squares, bits, x.shape[1])
         codes[:, stop:] = 0
         by_cols = _Layout(_packed(codes), scale)
-    sums = _column_sum(x) if column_sum else None
+    sums = column_sum_plain(x) if column_sum else None
     return Codes(by_rows.codes, by_rows.scale, by_cols.codes, by_cols.scale, sums)
 
 
@@ -313,7 +313,3 @@ def _random_words(values: Tensor, seed: Tensor) -> Tensor:
 def _padded(x: Tensor) -> Tensor:
     """In fp32, with rows of zeros up to a multiple of 128."""
     return pad(x.to(torch.float32), (0, 0, 0, -x.shape[0] % BLOCK))
-
-
-def _column_sum(x: Tensor) -> Tensor:
-    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)

@@ -169,13 +169,9 @@ _SQUARE = Tile(BLOCK, BLOCK, 4, group=2)
 _SQUARE_BY_MORE = Tile(BLOCK, BLOCK, 8)
 _SCALES = 128
 _AMAX = {"BLOCK": 4096, "STEPS": 4}  # 0.90 of reading 28672 x 4096, by 16 warps; torch 0.66
+_AMAX_LAUNCH = Launch("quantize:amax", _AMAX, num_warps=16)
 # Whole cache lines on both sides, 16 bytes to a thread of each row of four; not measured.
 _TRANSPOSE = Tile(BLOCK, BLOCK, 8)
-
-
-@functools.lru_cache(None)
-def _amax_launch() -> Launch:
-    return Launch("quantize:amax", _AMAX, num_warps=16)
 
 
 @functools.lru_cache(None)
@@ -221,7 +217,7 @@ def _launch_transpose(codes: Tensor) -> Tensor:
 
 def _launch_amax(x: Tensor) -> Tensor:
     amax, count = zero_for(x), x.numel()
-    _amax_launch()((cdiv(count, _AMAX["BLOCK"] * _AMAX["STEPS"]), 1, 1), (x, amax), (count,))
+    _AMAX_LAUNCH((cdiv(count, _AMAX["BLOCK"] * _AMAX["STEPS"]), 1, 1), (x, amax), (count,))
     return amax
 
 
@@ -371,8 +367,7 @@ _by_squares = kernel_or_plain(
 
 def amax_of(x: Tensor) -> Tensor:
     """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
-    amax: Tensor = _amax_of(x)
-    return amax
+    return _amax_of(x)
 
 
 def scale_for(
@@ -384,8 +379,7 @@ def scale_for(
     where amax is not finite: a saturating code would hide that. With ``power_of_two`` it is rounded
     down to a power of two.
     """
-    scale: Tensor = _scale_for(amax, dtype, power_of_two, margin)
-    return scale
+    return _scale_for(amax, dtype, power_of_two, margin)
 
 
 def quantize_by_tensor(
@@ -408,8 +402,7 @@ def quantize_by_tensor(
         amax: (1,) in fp32, not negative; becomes ``max(amax, max |x|)`` in place, and NaN wins.
         column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
     """
-    codes: Codes = _by_tensor(x, TensorScaling(scale, dtype, amax), rows, cols, column_sum)
-    return codes
+    return _by_tensor(x, TensorScaling(scale, dtype, amax), rows, cols, column_sum)
 
 
 def quantize_by_blocks(
@@ -428,8 +421,7 @@ def quantize_by_blocks(
     multiple of 128.
     """
     scaling = BlockScaling(dtype, power_of_two, square_cols)
-    codes: Codes = _by_blocks(x, scaling, rows, cols, column_sum)
-    return codes
+    return _by_blocks(x, scaling, rows, cols, column_sum)
 
 
 def quantize(
@@ -437,8 +429,7 @@ def quantize(
 ) -> Codes:
     """Codes of x as a scaling, which is not without its scale, says; as the functions above."""
     by = _by_blocks if isinstance(scaling, BlockScaling) else _by_tensor
-    codes: Codes = by(x, scaling, rows, cols, column_sum)
-    return codes
+    return by(x, scaling, rows, cols, column_sum)
 
 
 def quantize_by_squares(
@@ -448,11 +439,9 @@ def quantize_by_squares(
 
     Args as in :func:`quantize_by_tensor` and :func:`scale_for`; C is a multiple of 128.
     """
-    codes: Codes = _by_squares(x, dtype, rows, cols, power_of_two)
-    return codes
+    return _by_squares(x, dtype, rows, cols, power_of_two)
 
 
 def transpose_codes(codes: Tensor) -> Tensor:
     """The transpose of fp8 codes (R, C): (C, R), contiguous. Moves two bytes per element."""
-    made: Tensor = _transpose(codes)
-    return made
+    return _transpose(codes)

@@ -22,6 +22,7 @@ __all__ = [
     "by_blocks_plain",
     "by_squares_plain",
     "by_tensor_plain",
+    "column_sum_plain",
     "dequantize",
     "encode",
     "given_scaling",
@@ -184,7 +185,7 @@ def by_tensor_plain(
     scale, dtype, amax = given_scaling(scaling)
     raise_amax(amax, x)
     if scale is None:
-        return Codes(None, None, None, None, _column_sum(x) if column_sum else None)
+        return Codes(None, None, None, None, column_sum_plain(x) if column_sum else None)
     codes = _padded(encode(x, scale, dtype))
     inverse = scale.reciprocal()
     return Codes(
@@ -192,7 +193,7 @@ def by_tensor_plain(
         inverse if rows else None,
         codes.t().contiguous() if cols else None,
         inverse if cols else None,
-        _column_sum(x) if column_sum else None,
+        column_sum_plain(x) if column_sum else None,
     )
 
 
@@ -222,7 +223,8 @@ def _without_padding(codes: Tensor, rows: int) -> Tensor:
     return codes
 
 
-def _column_sum(x: Tensor) -> Tensor:
+def column_sum_plain(x: Tensor) -> Tensor:
+    """``x`` summed over the rows, in fp32 or wider, and rounded to its dtype."""
     return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
@@ -247,7 +249,7 @@ def by_blocks_plain(
         codes = encode(blocks, s.unsqueeze(1), dtype).flatten(0, 1)
         col_codes = _without_padding(codes, x.shape[0]).t().contiguous()
         col_scale = s.reciprocal()
-    sums = _column_sum(x) if column_sum else None
+    sums = column_sum_plain(x) if column_sum else None
     return Codes(row_codes, row_scale, col_codes, col_scale, sums)
 
 

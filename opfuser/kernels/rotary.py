@@ -19,7 +19,7 @@ from .choice import kernel_or_plain
 from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
 from .rotary_plain import NormedHeads, QKNormGrads, Rotation
-from .tiling import cdiv, empty_contiguous, rows_of
+from .tiling import cdiv, empty_contiguous, power_of_two, rows_of
 
 __all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backward", "rotary"]
 
@@ -97,18 +97,18 @@ def _launch(
     """
     queries, keys, values, head_dim, pairs, _ = shape
     tail = head_dim - 2 * pairs
-    block_p, block_t = _power_of_2(pairs), _power_of_2(tail)
-    num_warps = min(8, max(2, _power_of_2(max(block_p, block_t) // 32 + 1)))
+    block_p, block_t = power_of_two(pairs), power_of_two(tail)
+    num_warps = min(8, max(2, power_of_two(max(block_p, block_t) // 32 + 1)))
     heads = queries + keys + values
     counted = (queries, keys) if norm else (heads, 0)
     room = max(1, num_warps * _RULE.elements_per_warp // (2 * block_p + block_t * (tail > 0)))
     block_h = 1 << (room.bit_length() - 1)
     if not norm:
-        block_h = min(block_h, _power_of_2(heads))
-    at_once = [min(block_h, _power_of_2(count)) for count in counted]
+        block_h = min(block_h, power_of_two(heads))
+    at_once = [min(block_h, power_of_two(count)) for count in counted]
     q_tiles, k_tiles = (cdiv(count, some) for count, some in zip(counted, at_once))
     room_v = num_warps * _RULE.elements_per_warp
-    block_v = min(room_v, _power_of_2(values * head_dim))
+    block_v = min(room_v, power_of_two(values * head_dim))
     constants = {
         "QUERIES": counted[0],
         "ACTIVE": queries + keys,
@@ -130,10 +130,6 @@ def _launch(
     }
     v_tiles = cdiv(values * head_dim, block_v) if norm else 0
     return _HeadsLaunch(Launch(function, constants, num_warps=num_warps), q_tiles, k_tiles, v_tiles)
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 @functools.cache

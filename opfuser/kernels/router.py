@@ -19,7 +19,7 @@ from .choice import kernel_or_plain
 from .gated import readable
 from .launch import Launch, multiprocessors
 from .router_plain import LossGrads, RouterLosses, RouterSettings, Routing
-from .tiling import cdiv, rows_of
+from .tiling import cdiv, power_of_two, rows_of
 
 __all__ = [
     "LossGrads",
@@ -51,15 +51,11 @@ _PROGRAMS = 4
 _PARTS = 4096
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _width(settings: RouterSettings) -> tuple[int, int]:
     """Lanes for all groups, and for one."""
     groups = settings.num_groups
-    size = _power_of_two(settings.num_experts // groups)
-    return _power_of_two(groups) * size, size
+    size = power_of_two(settings.num_experts // groups)
+    return power_of_two(groups) * size, size
 
 
 @functools.lru_cache
@@ -76,9 +72,9 @@ def _forward_launches(settings: RouterSettings) -> tuple[Launch, Launch, int]:
         "BLOCK": block,
         "WIDTH": width,
         "SIZE": size,
-        "WIDTH_K": _power_of_two(k),
+        "WIDTH_K": power_of_two(k),
     }
-    narrow = _power_of_two(experts)
+    narrow = power_of_two(experts)
     sizes = {"EXPERTS": experts, "TOP_K": k, "WIDTH": narrow, "PARTS": max(1, _PARTS // narrow)}
     last = Launch("router:statistics", {**sizes, "LONG": 256}, num_warps=8)
     return Launch("router:forward", constants, num_warps=_FORWARD.warps), last, block
@@ -86,7 +82,7 @@ def _forward_launches(settings: RouterSettings) -> tuple[Launch, Launch, int]:
 
 @functools.lru_cache
 def _backward_launch(settings: RouterSettings) -> tuple[Launch, int]:
-    width = _power_of_two(settings.num_experts)
+    width = power_of_two(settings.num_experts)
     block = max(1, _BACKWARD.logits // width)
     constants = {
         "EXPERTS": settings.num_experts,

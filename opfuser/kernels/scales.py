@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,12 +19,8 @@ __all__ = ["KeptScales", "update_scales"]
 
 # The histories of most recipes are moved at once, by 16 elements per thread.
 _ROWS = 1024
-
-
-@functools.lru_cache(None)
-def _launch() -> Launch:
-    # Loads of the next rows must not come before the stores of these.
-    return Launch("scales:update", {"BLOCK": _ROWS}, num_warps=8, num_stages=1)
+# Loads of the next rows must not come before the stores of these.
+_UPDATE = Launch("scales:update", {"BLOCK": _ROWS}, num_warps=8, num_stages=1)
 
 
 class _Table(NamedTuple):
@@ -61,7 +56,7 @@ def update_scales(operations: Sequence[KeptScales]) -> None:
     tables = tuple(_tables.items())
     for device, table in tables[:1]:  # the usual case: those of before, on one device
         if len(tables) == 1 and _is_of(table, device, operations) and runs(operations[0].scale):
-            _launch()((len(operations), 1, 1), (table.addresses, table.numbers))
+            _UPDATE((len(operations), 1, 1), (table.addresses, table.numbers))
             return
     by_device: dict[torch.device, list[KeptScales]] = {}
     for kept in operations:
@@ -84,7 +79,7 @@ def _launch_update(device: torch.device, operations: Sequence[KeptScales]) -> No
     table = _tables.get(device)
     if table is None or not _is_of(table, device, operations):
         _tables[device] = table = _made(device, operations)
-    _launch()((len(operations), 1, 1), (table.addresses, table.numbers))
+    _UPDATE((len(operations), 1, 1), (table.addresses, table.numbers))
 
 
 def _is_of(table: _Table, device: torch.device, operations: Sequence[KeptScales]) -> bool:

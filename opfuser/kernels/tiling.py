@@ -10,12 +10,17 @@ from torch import Tensor
 
 from .launch import Launch, multiprocessors
 
-__all__ = ["TileRule", "TiledLaunch", "cdiv", "empty_contiguous", "rows_of", "tile"]
+__all__ = ["TileRule", "TiledLaunch", "cdiv", "empty_contiguous", "power_of_two", "rows_of", "tile"]
 
 
 def cdiv(a: int, b: int) -> int:
     """``a / b``, rounded up."""
     return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int]:

@@ -102,8 +102,7 @@ def _targets(targets: Tensor, terms: Terms, classes: Classes, cols: int) -> _Tar
 
 def _plain_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
     _, here, column = _targets(targets, terms, classes, x.shape[1])
-    parts = [_of_rows(x[b], here[b], column[b], terms) for b in blocks_of_rows(x)]
-    return torch.cat(parts) if parts else x.new_empty((0, _STATISTICS), dtype=wide_dtype(x.dtype))
+    return torch.cat([_of_rows(x[b], here[b], column[b], terms) for b in blocks_of_rows(x)])
 
 
 def _traced_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
@@ -208,7 +207,7 @@ def slice_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes)
         terms: of the loss.
         classes: which the columns are.
     """
-    return _statistics(x, targets, terms, classes)  # type: ignore[no-any-return]
+    return _statistics(x, targets, terms, classes)
 
 
 def merged_losses(parts: Tensor, targets: Tensor, terms: Terms, classes: int) -> RowLosses:
@@ -258,4 +257,4 @@ def slice_gradient(
         count: what divides it, () of int64; 0 counts as 1.
         in_place: whether it takes the place of the logits. While torch.compile traces it does not.
     """
-    return _gradient(x, targets, row, dloss, count, terms, classes, in_place)  # type: ignore[no-any-return]
+    return _gradient(x, targets, row, dloss, count, terms, classes, in_place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opfuser import RopeScaling
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 from opfuser.rope_configuration import read_configuration
 
 __all__ = [
@@ -25,22 +25,18 @@ def rope(config: Any, base: float) -> dict[str, Any]:
     kind = "full_attention" if config.model_type == "gemma3_text" else None
     found = read_configuration(config, kind, base)
     if found.partial != 1 or found.rotary_dim is not None or found.sections is not None:
-        raise NotSupportedError(
-            explain(
-                "A decoder here rotates whole heads by one position for each token",
-                where=f"from_hf of a {config.model_type}",
-                received=f"partial_rotary_factor={found.partial}, rotary_dim={found.rotary_dim}, "
-                f"mrope_section={found.sections}",
-            )
+        raise NotSupportedError.explained(
+            "A decoder here rotates whole heads by one position for each token",
+            where=f"from_hf of a {config.model_type}",
+            received=f"partial_rotary_factor={found.partial}, rotary_dim={found.rotary_dim}, "
+            f"mrope_section={found.sections}",
         )
     scaling = RopeScaling.from_hf(config, layer_type=kind)
     if kind is not None and scaling.truncate is False:  # where transformers 5 does not look for it
-        raise NotSupportedError(
-            explain(
-                "Frequencies of types of layers are truncated",
-                where=f"from_hf of a {config.model_type}",
-                received="truncate=False",
-            )
+        raise NotSupportedError.explained(
+            "Frequencies of types of layers are truncated",
+            where=f"from_hf of a {config.model_type}",
+            received="truncate=False",
         )
     plain = scaling.rope_type == "default"
     return {"rope_base": found.base, "rope_scaling": None if plain else scaling}
@@ -101,4 +97,4 @@ def unknown(config: Any, invariant: str, *attributes: str, remedy: str = "") -> 
     """The error about the values of these attributes."""
     received = ", ".join(f"{name}={getattr(config, name, None)!r}" for name in attributes)
     where = f"from_hf of a {config.model_type}"
-    return NotSupportedError(explain(invariant, where=where, received=received, remedy=remedy))
+    return NotSupportedError.explained(invariant, where=where, received=received, remedy=remedy)

@@ -22,7 +22,7 @@ from opfuser import (
     RMSNorm,
     Sequential,
 )
-from opfuser.errors import ArgumentError, explain
+from opfuser.errors import ArgumentError
 
 from .hf_names import (
     BERT,
@@ -154,11 +154,9 @@ def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
 def _named(model: Sequential, name: str) -> nn.Module:
     module = model._modules.get(name) if isinstance(model, Sequential) else None
     if module is None:
-        raise ArgumentError(
-            explain(
-                "Weights are loaded into, and read from, models of decoder_lm and text_encoder",
-                received=f"{type(model).__name__} without a module {name!r}",
-            )
+        raise ArgumentError.explained(
+            "Weights are loaded into, and read from, models of decoder_lm and text_encoder",
+            received=f"{type(model).__name__} without a module {name!r}",
         )
     return module
 
@@ -297,13 +295,11 @@ def _linear(
 
 def _check_tied_head(given: Mapping[str, Tensor], table: str, head: str) -> None:
     if table in given and head in given and not torch.equal(given[table], given[head]):
-        raise ArgumentError(
-            explain(
-                "The head of a model with tied_head has the weight of its token table",
-                where="load_hf",
-                received=f"{head}, which differs from {table}",
-                remedy="Make the model with tied_head=False",
-            )
+        raise ArgumentError.explained(
+            "The head of a model with tied_head has the weight of its token table",
+            where="load_hf",
+            received=f"{head}, which differs from {table}",
+            remedy="Make the model with tied_head=False",
         )
 
 
@@ -320,11 +316,9 @@ def _check(entries: list[_Entry], given: Mapping[str, Tensor]) -> None:
     if problems:
         shown = ", ".join(problems[:5])
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ArgumentError(
-            explain(
-                "A checkpoint holds exactly the parameters of the model",
-                where="load_hf",
-                received=shown + more,
-                remedy="Make the model with DecoderConfig.from_hf of its configuration",
-            )
+        raise ArgumentError.explained(
+            "A checkpoint holds exactly the parameters of the model",
+            where="load_hf",
+            received=shown + more,
+            remedy="Make the model with DecoderConfig.from_hf of its configuration",
         )

@@ -30,7 +30,7 @@ from opfuser import (
     TopKRouter,
     Unpermute,
 )
-from opfuser.errors import ArgumentError, explain
+from opfuser.errors import ArgumentError
 from opfuser.op import BasicOperation
 from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
@@ -110,7 +110,7 @@ class MoEConfig:
             wrong = {"shared_ffn_dim": self.shared_ffn_dim, "shared_gate": self.shared_gate}
         if invariant:
             received = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
-            raise ArgumentError(explain(invariant, where="MoEConfig", received=received))
+            raise ArgumentError.explained(invariant, where="MoEConfig", received=received)
         if self.recipe is not None:
             check_recipe(self.recipe, "MoEConfig")
 

@@ -26,7 +26,6 @@ from opfuser.errors import (
     ExtraInputCountError,
     OpKwargsError,
     counted,
-    explain,
 )
 from opfuser.op import BasicOperation, FusibleOperation
 from opfuser.sequential import flatten, is_called
@@ -109,24 +108,20 @@ class StageModule(Sequential):
         tensors = self.tensors
         expected = tensors.outputs + len(tensors.received)
         if received != expected:
-            raise ExtraInputCountError(
-                explain(
-                    f"This stage takes {counted(expected, 'tensor')} behind the output of the "
-                    "one before it",
-                    where="StageModule",
-                    received=f"{received}",
-                    remedy="Pass the extra inputs of the model as extra_inputs=(...)",
-                )
+            raise ExtraInputCountError.explained(
+                f"This stage takes {counted(expected, 'tensor')} behind the output of the "
+                "one before it",
+                where="StageModule",
+                received=f"{received}",
+                remedy="Pass the extra inputs of the model as extra_inputs=(...)",
             )
         if extra_inputs < tensors.extra_inputs.stop > tensors.extra_inputs.start:
-            raise ExtraInputCountError(
-                explain(
-                    "extra_inputs are all extra inputs of the whole model, of which this stage "
-                    f"takes {tensors.extra_inputs.start} to {tensors.extra_inputs.stop - 1}",
-                    where="StageModule",
-                    received=counted(extra_inputs, "tensor"),
-                    remedy="Call schedule.step(..., extra_inputs=(targets,)) on its process",
-                )
+            raise ExtraInputCountError.explained(
+                "extra_inputs are all extra inputs of the whole model, of which this stage "
+                f"takes {tensors.extra_inputs.start} to {tensors.extra_inputs.stop - 1}",
+                where="StageModule",
+                received=counted(extra_inputs, "tensor"),
+                remedy="Call schedule.step(..., extra_inputs=(targets,)) on its process",
             )
 
     def _own(
@@ -136,13 +131,11 @@ class StageModule(Sequential):
             return None
         for key in op_kwargs:
             if not isinstance(key, nn.Module):
-                raise OpKwargsError(
-                    explain(
-                        "A pipeline stage is given keywords by operation",
-                        where="StageModule",
-                        received=repr(key),
-                        remedy="Use the operation itself as the key",
-                    )
+                raise OpKwargsError.explained(
+                    "A pipeline stage is given keywords by operation",
+                    where="StageModule",
+                    received=repr(key),
+                    remedy="Use the operation itself as the key",
                 )
         own = {op for module in self.modules() for op in _parts(module)}
         keys = [key for key in op_kwargs if isinstance(key, nn.Module) and {*_parts(key)} & own]
@@ -231,7 +224,7 @@ def split(model: Sequential, stages: int | Sequence[str]) -> list[StageModule]:
 
 
 def _wrong(invariant: str, received: str, remedy: str) -> ArgumentError:
-    return ArgumentError(explain(invariant, where="split", received=received, remedy=remedy))
+    return ArgumentError.explained(invariant, where="split", received=received, remedy=remedy)
 
 
 def _units(
@@ -396,14 +389,12 @@ def _crossings(
         crossing = [end for key, end in ends.items() if last.get(key, n) > n]
         for end in crossing:
             if not end.crosses:
-                raise ChannelError(
-                    explain(
-                        "A private channel stays within one pipeline stage",
-                        where="split",
-                        received=f"{str(end.channel)!r}, read in stage {last[end.key]}, fed in "
-                        f"stage {n}",
-                        remedy="Begin a stage at a block, such as a Residual, not within it",
-                    )
+                raise ChannelError.explained(
+                    "A private channel stays within one pipeline stage",
+                    where="split",
+                    received=f"{str(end.channel)!r}, read in stage {last[end.key]}, fed in "
+                    f"stage {n}",
+                    remedy="Begin a stage at a block, such as a Residual, not within it",
                 )
         given.append(tuple(end.channel for end in crossing))
     alive = accumulate(given, lambda before, new: (*before, *new))

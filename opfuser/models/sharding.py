@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from opfuser import GroupedLinear, Sequential
-from opfuser.errors import ArgumentError, NotSupportedError, explain
+from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.quantization.weights import is_fp8
 from opfuser.tied_parameters import tied_places
 
@@ -57,13 +57,11 @@ def shard_layers(model: Model, *, expert_mesh: DeviceMesh | None = None, **argum
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, Sequential):
-        raise ArgumentError(
-            explain(
-                "The layers of a model must be a Sequential named layers",
-                where="shard_layers",
-                received=f"{type(model).__name__} with {type(layers).__name__}",
-                remedy="Call torch's fully_shard for each unit, then for the model",
-            )
+        raise ArgumentError.explained(
+            "The layers of a model must be a Sequential named layers",
+            where="shard_layers",
+            received=f"{type(model).__name__} with {type(layers).__name__}",
+            remedy="Call torch's fully_shard for each unit, then for the model",
         )
     _refuse_codes(model)
     _refuse_ties(model, layers)
@@ -103,14 +101,12 @@ def _check_ranks(
     copies = 1 if expert_mesh is None else expert_mesh.size()
     ranks = dist.get_world_size() if mesh is None else mesh.size()
     if not weights or each * copies != ranks:
-        raise ArgumentError(
-            explain(
-                "The ranks of experts, times those of expert_mesh, are those of the mesh",
-                where="shard_layers",
-                received=f"experts over {each if weights else 'no'} ranks, expert_mesh of "
-                f"{copies}, mesh of {ranks}",
-                remedy="parallelize the experts over one dimension of a mesh, and pass the other",
-            )
+        raise ArgumentError.explained(
+            "The ranks of experts, times those of expert_mesh, are those of the mesh",
+            where="shard_layers",
+            received=f"experts over {each if weights else 'no'} ranks, expert_mesh of "
+            f"{copies}, mesh of {ranks}",
+            remedy="parallelize the experts over one dimension of a mesh, and pass the other",
         )
 
 
@@ -118,15 +114,13 @@ def _refuse_codes(model: Sequential) -> None:
     """Raises NotSupportedError if a weight is stored in FP8."""
     for path, param in model.named_parameters():
         if is_fp8(param.dtype):
-            raise NotSupportedError(
-                explain(
-                    "Sharded parameters are stored in high precision, as torch gathers and reduces "
-                    "those of a unit in one dtype",
-                    where="shard_layers",
-                    received=f"{path} of {param.dtype}",
-                    remedy="Construct the model outside of opfuser.quantized_model_init; a region "
-                    "of a recipe still computes in FP8",
-                )
+            raise NotSupportedError.explained(
+                "Sharded parameters are stored in high precision, as torch gathers and reduces "
+                "those of a unit in one dtype",
+                where="shard_layers",
+                received=f"{path} of {param.dtype}",
+                remedy="Construct the model outside of opfuser.quantized_model_init; a region "
+                "of a recipe still computes in FP8",
             )
 
 
@@ -135,12 +129,10 @@ def _refuse_ties(model: Sequential, layers: Sequential) -> None:
     unit_of = {module: n for n, layer in enumerate(layers) for module in layer.modules()}
     for places in tied_places(model):
         if len({unit_of.get(place.module) for place in places}) > 1:
-            raise ArgumentError(
-                explain(
-                    "A parameter lies in one unit",
-                    where="shard_layers",
-                    received=" and ".join(place.path for place in places) + ", which are one",
-                    remedy="Untie them, or call torch's fully_shard with a list of what is to be "
-                    "one unit",
-                )
+            raise ArgumentError.explained(
+                "A parameter lies in one unit",
+                where="shard_layers",
+                received=" and ".join(place.path for place in places) + ", which are one",
+                remedy="Untie them, or call torch's fully_shard with a list of what is to be "
+                "one unit",
             )

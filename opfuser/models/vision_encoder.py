@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import Dropout, LayerNorm, Linear, PositionEmbedding, Sequential
-from opfuser.errors import ArgumentError, InputError, explain
+from opfuser.errors import ArgumentError, InputError
 from opfuser.recipe import Recipe
 
 from .config import DecoderConfig, encoder_blocks
@@ -67,12 +67,10 @@ class ImageEncoderConfig:
         sizes = zip(_pair(self.image_size), _pair(self.patch_size))
         if self.channels < 1 or any(patch < 1 or whole % patch for whole, patch in sizes):
             received = f"image_size={self.image_size}, patch_size={self.patch_size}"
-            raise ArgumentError(
-                explain(
-                    "An image consists of one or more channels and a whole number of patches",
-                    where="ImageEncoderConfig",
-                    received=f"{received}, channels={self.channels}",
-                )
+            raise ArgumentError.explained(
+                "An image consists of one or more channels and a whole number of patches",
+                where="ImageEncoderConfig",
+                received=f"{received}, channels={self.channels}",
             )
         self.blocks()  # which refuses what is wrong
 
@@ -129,12 +127,10 @@ class Patches(nn.Module):
         """The patches."""
         if images.dim() != 4 or tuple(images.shape[2:]) != self.image_size:
             height, width = self.image_size
-            raise InputError(
-                explain(
-                    f"Images must be (batch, channels, {height}, {width})",
-                    where="Patches",
-                    received=f"shape {tuple(images.shape)}",
-                )
+            raise InputError.explained(
+                f"Images must be (batch, channels, {height}, {width})",
+                where="Patches",
+                received=f"shape {tuple(images.shape)}",
             )
         rows, cols = self.patch_size
         batch, channels, height, width = images.shape

@@ -21,7 +21,6 @@ from ..errors import (
     MissingImplementationError,
     OpKwargsError,
     counted,
-    explain,
 )
 from ..gemm_providers import GemmChoice
 from ..torch_internals import constant_result
@@ -165,13 +164,11 @@ class BasicOperation(FusibleOperation):
         """
         if mode in ("forward", "backward") and 0 <= index < self.num_quantizers(mode):
             return self._quantizer(mode, index)
-        raise ArgumentError(
-            explain(
-                "A quantizer is one of 'forward' or 'backward', by index",
-                where=type(self).__name__,
-                received=f"get_quantizer({mode!r}, {index!r})",
-                remedy="num_quantizers(mode) says how many there are",
-            )
+        raise ArgumentError.explained(
+            "A quantizer is one of 'forward' or 'backward', by index",
+            where=type(self).__name__,
+            received=f"get_quantizer({mode!r}, {index!r})",
+            remedy="num_quantizers(mode) says how many there are",
         )
 
     def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
@@ -247,12 +244,10 @@ class BasicOperation(FusibleOperation):
         **kwargs: Any,
     ) -> Tensor:
         """The output. Saves what :meth:`op_backward` reads, if ``ctx.requires_grad``."""
-        raise MissingImplementationError(
-            explain(
-                "A basic operation must implement op_forward",
-                where=type(self).__name__,
-                remedy="Implement it, or fuser_forward if it has extra inputs or outputs",
-            )
+        raise MissingImplementationError.explained(
+            "A basic operation must implement op_forward",
+            where=type(self).__name__,
+            remedy="Implement it, or fuser_forward if it has extra inputs or outputs",
         )
 
     def op_backward(
@@ -264,12 +259,10 @@ class BasicOperation(FusibleOperation):
             The gradient of the input (None if not ``ctx.needs.input``), and one gradient or None
             per parameter, in registration order. ``grad_output`` must not be written to.
         """
-        raise MissingImplementationError(
-            explain(
-                "A basic operation must implement op_backward",
-                where=type(self).__name__,
-                remedy="Implement it, or fuser_backward if it has extra inputs or outputs",
-            )
+        raise MissingImplementationError.explained(
+            "A basic operation must implement op_backward",
+            where=type(self).__name__,
+            remedy="Implement it, or fuser_backward if it has extra inputs or outputs",
         )
 
     def reference(self, input_: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
@@ -281,25 +274,21 @@ class BasicOperation(FusibleOperation):
             MissingImplementationError: the operation has none.
             NotSupportedError: the operation spans several ranks; a reference runs on one.
         """
-        raise MissingImplementationError(
-            explain(
-                "check_op compares with the operation's reference",
-                where=type(self).__name__,
-                remedy="Implement reference() with plain differentiable torch code",
-            )
+        raise MissingImplementationError.explained(
+            "check_op compares with the operation's reference",
+            where=type(self).__name__,
+            remedy="Implement reference() with plain differentiable torch code",
         )
 
     def _check_no_extras(self, method: str) -> None:
         if self.num_extra_inputs or self.num_extra_outputs:
-            raise MissingImplementationError(
-                explain(
-                    "An operation with extra inputs or outputs must implement "
-                    "fuser_forward and fuser_backward itself",
-                    where=type(self).__name__,
-                    received=f"{counted(self.num_extra_inputs, 'extra input')}, "
-                    f"{counted(self.num_extra_outputs, 'extra output')}",
-                    remedy=f"Override {method}",
-                )
+            raise MissingImplementationError.explained(
+                "An operation with extra inputs or outputs must implement "
+                "fuser_forward and fuser_backward itself",
+                where=type(self).__name__,
+                received=f"{counted(self.num_extra_inputs, 'extra input')}, "
+                f"{counted(self.num_extra_outputs, 'extra output')}",
+                remedy=f"Override {method}",
             )
 
     def refuse_keywords(self, kwargs: Mapping[str, Any]) -> NoReturn:
@@ -311,8 +300,8 @@ class BasicOperation(FusibleOperation):
         Raises:
             OpKwargsError: always.
         """
-        raise OpKwargsError(
-            explain(f"{type(self).__name__} takes no keywords", received=", ".join(kwargs))
+        raise OpKwargsError.explained(
+            f"{type(self).__name__} takes no keywords", received=", ".join(kwargs)
         )
 
     def fuser_forward(
@@ -397,13 +386,11 @@ class BasicOperation(FusibleOperation):
         owner = self._owner or self
         parametrized = parametrize.is_parametrized(owner)
         if self._owner is not None and parametrize.is_parametrized(self):
-            raise ArgumentError(
-                explain(
-                    "The parameters of a compound are parametrised on the compound",
-                    where=type(self._owner).__name__,
-                    received="a parametrisation of one of its basic_ops",
-                    remedy="Register it on the compound itself",
-                )
+            raise ArgumentError.explained(
+                "The parameters of a compound are parametrised on the compound",
+                where=type(self._owner).__name__,
+                received="a parametrisation of one of its basic_ops",
+                remedy="Register it on the compound itself",
             )
         replaced: list[str] = []
         for name in self._parameter_names:
@@ -451,12 +438,10 @@ class BasicOperation(FusibleOperation):
         """
         self._check_channel("output", index, self.num_extra_outputs, channel)
         if not isinstance(output_to_caller, bool):
-            raise ArgumentTypeError(
-                explain(
-                    "output_to_caller must be a bool",
-                    where=type(self).__name__,
-                    received=repr(output_to_caller),
-                )
+            raise ArgumentTypeError.explained(
+                "output_to_caller must be a bool",
+                where=type(self).__name__,
+                received=repr(output_to_caller),
             )
         self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller or channel is None
@@ -466,33 +451,25 @@ class BasicOperation(FusibleOperation):
     def _check_channel(self, kind: str, index: int, count: int, channel: str | None) -> None:
         where = type(self).__name__
         if not isinstance(index, int):
-            raise ArgumentTypeError(
-                explain(
-                    f"The index of an extra {kind} is an int", where=where, received=repr(index)
-                )
+            raise ArgumentTypeError.explained(
+                f"The index of an extra {kind} is an int", where=where, received=repr(index)
             )
         if not 0 <= index < count:
-            raise ChannelIndexError(
-                explain(
-                    f"Extra {kind} index {index} is out of range",
-                    where=where,
-                    received=f"an operation with {counted(count, f'extra {kind}')}",
-                )
+            raise ChannelIndexError.explained(
+                f"Extra {kind} index {index} is out of range",
+                where=where,
+                received=f"an operation with {counted(count, f'extra {kind}')}",
             )
         if channel is not None and (not isinstance(channel, str) or not channel):
-            raise ChannelError(
-                explain(
-                    f"The channel of an extra {kind} must be a non-empty string or None",
-                    where=where,
-                    received=repr(channel),
-                )
+            raise ChannelError.explained(
+                f"The channel of an extra {kind} must be a non-empty string or None",
+                where=where,
+                received=repr(channel),
             )
         if self._routing_captured:
-            raise ChannelCapturedError(
-                explain(
-                    "Channels of an operation cannot change, because a fuser or Sequential has "
-                    "already captured its channel routing",
-                    where=where,
-                    remedy="Bind channels before the first call, on newly made operations",
-                )
+            raise ChannelCapturedError.explained(
+                "Channels of an operation cannot change, because a fuser or Sequential has "
+                "already captured its channel routing",
+                where=where,
+                remedy="Bind channels before the first call, on newly made operations",
             )

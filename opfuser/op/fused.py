@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ArgumentTypeError, explain
+from ..errors import ArgumentError, ArgumentTypeError
 from .basic import BasicOperation
 from .fusible import FusibleOperation, StandaloneCalls
 
@@ -43,11 +43,9 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         parts = list(_flatten(basic_ops))
         if not parts:
-            raise ArgumentError(
-                explain(
-                    "A fused operation must cover at least one basic operation",
-                    where=type(self).__name__,
-                )
+            raise ArgumentError.explained(
+                "A fused operation must cover at least one basic operation",
+                where=type(self).__name__,
             )
         self._set_parts(parts)
 
@@ -97,6 +95,6 @@ def _flatten(ops: Iterable[FusibleOperation]) -> Iterator[BasicOperation]:
         elif isinstance(op, BasicOperation):
             yield op
         else:
-            raise ArgumentTypeError(
-                explain("A fused operation consists of operations", received=type(op).__name__)
+            raise ArgumentTypeError.explained(
+                "A fused operation consists of operations", received=type(op).__name__
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..change_tracking import DERIVED, Tracked, has_hooks, signature
 from ..context import GradNeeds, OperationContext
-from ..errors import MissingImplementationError, ReadOnlyAttributeError, explain
+from ..errors import MissingImplementationError, ReadOnlyAttributeError
 from ..traced_calls import TracedCalls
 
 __all__ = ["RESTORED_CHILDREN", "FusibleOperation", "RestoredChild", "StandaloneCalls"]
@@ -87,13 +87,11 @@ class FusibleOperation(TracedCalls, Tracked):
             # Fractions and NumPy's scalars, which torch does not accept.
             value = int(value) if isinstance(value, Integral) else float(value)
         if name in self.read_only and self.__dict__.get(name, value) != value:
-            raise ReadOnlyAttributeError(
-                explain(
-                    f"{name} is fixed when the operation is made",
-                    where=type(self).__name__,
-                    received=f"{name}={value!r} in place of {self.__dict__[name]!r}",
-                    remedy="Make a new operation",
-                )
+            raise ReadOnlyAttributeError.explained(
+                f"{name} is fixed when the operation is made",
+                where=type(self).__name__,
+                received=f"{name}={value!r} in place of {self.__dict__[name]!r}",
+                remedy="Make a new operation",
             )
         super().__setattr__(name, value)
         if name == "recipe" and value is None:
@@ -181,12 +179,10 @@ class FusibleOperation(TracedCalls, Tracked):
         Returns:
             The output, and for each basic operation the sequence of its extra outputs.
         """
-        raise MissingImplementationError(
-            explain(
-                "A fused operation in the forward plan must implement fuser_forward",
-                where=type(self).__name__,
-                remedy="Implement it, or register the fusion for the backward pass only",
-            )
+        raise MissingImplementationError.explained(
+            "A fused operation in the forward plan must implement fuser_forward",
+            where=type(self).__name__,
+            remedy="Implement it, or register the fusion for the backward pass only",
         )
 
     def fuser_backward(
@@ -209,12 +205,10 @@ class FusibleOperation(TracedCalls, Tracked):
             basic operation the gradients of its parameters; for each the gradients of its extra
             inputs. ``grad_output`` must not be written to.
         """
-        raise MissingImplementationError(
-            explain(
-                "A fused operation in the backward plan must implement fuser_backward",
-                where=type(self).__name__,
-                remedy="Implement it, or register the fusion for the forward pass only",
-            )
+        raise MissingImplementationError.explained(
+            "A fused operation in the backward plan must implement fuser_backward",
+            where=type(self).__name__,
+            remedy="Implement it, or register the fusion for the forward pass only",
         )
 
     def _describe(self) -> str:

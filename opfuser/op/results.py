@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import BackwardResultError, ForwardResultError, explain
+from ..errors import BackwardResultError, ForwardResultError
 
 __all__ = [
     "backward_parts",
@@ -25,27 +25,23 @@ __all__ = [
 
 def refuse_output(step: str, result: object) -> ForwardResultError:
     """The error about a step that returned no tensor, or not what a fused forward returns."""
-    return ForwardResultError(
-        explain(
-            "The forward of an operation returns a tensor",
-            where=step,
-            received=_described(result),
-            remedy="Return the output from op_forward, and the pair of the output and the list of "
-            "each basic operation's extra outputs from fuser_forward",
-        )
+    return ForwardResultError.explained(
+        "The forward of an operation returns a tensor",
+        where=step,
+        received=_described(result),
+        remedy="Return the output from op_forward, and the pair of the output and the list of "
+        "each basic operation's extra outputs from fuser_forward",
     )
 
 
 def refuse_grads(step: str, result: object) -> BackwardResultError:
     """The error about a step whose backward returned something else than it should."""
-    return BackwardResultError(
-        explain(
-            "The backward of an operation returns gradients in their order",
-            where=step,
-            received=_described(result),
-            remedy="Return grad_input and a tuple of the parameters' gradients from op_backward, "
-            "and from fuser_backward also the extra inputs', a tuple for each basic operation",
-        )
+    return BackwardResultError.explained(
+        "The backward of an operation returns gradients in their order",
+        where=step,
+        received=_described(result),
+        remedy="Return grad_input and a tuple of the parameters' gradients from op_backward, "
+        "and from fuser_backward also the extra inputs', a tuple for each basic operation",
     )
 
 
@@ -115,13 +111,11 @@ def row_of_outputs(step: str, op: str, row: Any) -> Sequence[Any]:
     """
     if row is None or _is_row(row):
         return tuple(row or ())
-    raise ForwardResultError(
-        explain(
-            "fuser_forward returns a list of extra outputs for each basic operation",
-            where=step,
-            received=f"{type(row).__name__} as the list of {op}",
-            remedy="Return (extra,) for a single one, and () for none",
-        )
+    raise ForwardResultError.explained(
+        "fuser_forward returns a list of extra outputs for each basic operation",
+        where=step,
+        received=f"{type(row).__name__} as the list of {op}",
+        remedy="Return (extra,) for a single one, and () for none",
     )
 
 
@@ -135,13 +129,11 @@ def row_of_grads(step: str, op: str, row: Any) -> Sequence[Any]:
     """
     if row is None or _is_row(row):
         return tuple(row or ())
-    raise BackwardResultError(
-        explain(
-            "fuser_backward returns lists of gradients for each basic operation",
-            where=step,
-            received=f"{type(row).__name__} as a list of {op}",
-            remedy="Return (grad,) for a single one, and () for none",
-        )
+    raise BackwardResultError.explained(
+        "fuser_backward returns lists of gradients for each basic operation",
+        where=step,
+        received=f"{type(row).__name__} as a list of {op}",
+        remedy="Return (grad,) for a single one, and () for none",
     )
 
 

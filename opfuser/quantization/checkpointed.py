@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import RecomputationError, explain
+from ..errors import RecomputationError
 from ..recomputation import Part, computed_again, parts_under_way
 
 __all__ = [
@@ -54,13 +54,11 @@ class Checkpointed:
         taken = self._taken[key] = self._taken.get(key, 0) + 1
         if taken <= len(known):
             return known[taken - 1]
-        raise RecomputationError(
-            explain(
-                "What a checkpoint computes again makes the calls of its forward",
-                received=f"a quantised tensor after the {len(known)} of the forward",
-                remedy="Call the same operations in the same order whenever the function of the"
-                " checkpoint runs",
-            )
+        raise RecomputationError.explained(
+            "What a checkpoint computes again makes the calls of its forward",
+            received=f"a quantised tensor after the {len(known)} of the forward",
+            remedy="Call the same operations in the same order whenever the function of the"
+            " checkpoint runs",
         )
 
 

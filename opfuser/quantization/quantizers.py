@@ -340,13 +340,11 @@ class OperandQuantizer(NamedTuple):
         places = [storage_address(source.untyped_storage()) for source in parameters]
         were_at = [storage_address(storage) for storage in found.storages]
         if found.versions != versions or places != were_at:
-            raise QuantizedWeightError(
-                explain(
-                    "A weight does not change within keep_quantized_weights",
-                    where=f"{type(self.op).__name__}({self.op.extra_repr()})",
-                    received="a weight that was written to since it was quantised",
-                    remedy="Leave the block before the optimiser's step",
-                )
+            raise QuantizedWeightError.explained(
+                "A weight does not change within keep_quantized_weights",
+                where=f"{type(self.op).__name__}({self.op.extra_repr()})",
+                received="a weight that was written to since it was quantised",
+                remedy="Leave the block before the optimiser's step",
             )
         return found.codes
 

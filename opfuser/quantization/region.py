@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, NotSupportedError, RecomputationError, explain
+from ..errors import ArgumentError, NotSupportedError, RecomputationError
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward, is_outside
 from ..torch_internals import constant_result
@@ -116,12 +116,10 @@ def refuse_to_trace(changes: int) -> bool:
     recipe = active_recipe()
     if recipe is None:
         return True
-    raise NotSupportedError(
-        explain(
-            "Quantised compute is not traced by torch.compile",
-            received=type(recipe).__name__,
-            remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
-        )
+    raise NotSupportedError.explained(
+        "Quantised compute is not traced by torch.compile",
+        received=type(recipe).__name__,
+        remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
     )
 
 
@@ -158,14 +156,12 @@ def recipe_of_call() -> Recipe | None:
     if region.recipe is None:
         return None
     if isinstance(region.recipe, DelayedScaling) and in_backward() and computed_again() is None:
-        raise RecomputationError(
-            explain(
-                "What is computed again within backward has the scales of its forward",
-                received=f"a call in backward with {type(region.recipe).__name__}, by no checkpoint"
-                " that is known",
-                remedy="Use torch.utils.checkpoint or an autograd.Function, or a recipe that keeps"
-                " no scales",
-            )
+        raise RecomputationError.explained(
+            "What is computed again within backward has the scales of its forward",
+            received=f"a call in backward with {type(region.recipe).__name__}, by no checkpoint"
+            " that is known",
+            remedy="Use torch.utils.checkpoint or an autograd.Function, or a recipe that keeps"
+            " no scales",
         )
     note_region(region)
     return region.recipe
@@ -199,13 +195,11 @@ def check_recipe(recipe: object, where: str) -> Recipe:
     """
     if isinstance(recipe, Recipe) and type(recipe) is not Recipe:
         return recipe
-    raise ArgumentError(
-        explain(
-            "A recipe is one of opfuser.recipe",
-            where=where,
-            received=repr(recipe),
-            remedy="Pass opfuser.recipe.DelayedScaling(), for example",
-        )
+    raise ArgumentError.explained(
+        "A recipe is one of opfuser.recipe",
+        where=where,
+        received=repr(recipe),
+        remedy="Pass opfuser.recipe.DelayedScaling(), for example",
     )
 
 
@@ -237,13 +231,11 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
         amax_reduction_group: dist.ProcessGroup | None = None,
     ) -> None:
         if calibrating:
-            raise NotSupportedError(
-                explain(
-                    "Scales are taken from calls that compute quantised",
-                    where=type(self).__name__,
-                    received="calibrating=True",
-                    remedy="Run some calls with enabled=True",
-                )
+            raise NotSupportedError.explained(
+                "Scales are taken from calls that compute quantised",
+                where=type(self).__name__,
+                received="calibrating=True",
+                remedy="Run some calls with enabled=True",
             )
         if recipe is not None:
             check_recipe(recipe, type(self).__name__)

@@ -415,13 +415,11 @@ def make_state(op: nn.Module, recipe: DelayedScaling) -> QuantizationState:
 
 def _refuse_occupied(module: nn.Module, name: str) -> None:
     if hasattr(module, name):
-        raise ArgumentError(
-            explain(
-                f"Scales are kept in the child {name!r} of the module that has the weight",
-                where=type(module).__name__,
-                received=f"an attribute {name!r}, a {type(getattr(module, name)).__name__}",
-                remedy="Rename it, or use a recipe that keeps no scales",
-            )
+        raise ArgumentError.explained(
+            f"Scales are kept in the child {name!r} of the module that has the weight",
+            where=type(module).__name__,
+            received=f"an attribute {name!r}, a {type(getattr(module, name)).__name__}",
+            remedy="Rename it, or use a recipe that keeps no scales",
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, NotSupportedError, explain
+from ..errors import ArgumentError, NotSupportedError
 from ..kernels.launch import FP8
 from ..kernels.quantize import (
     BLOCK,
@@ -113,13 +113,11 @@ def quantized_model_init(
     """
     recipe = DelayedScaling() if recipe is None else check_recipe(recipe, "quantized_model_init")
     if enabled and not _has_large_blocks(recipe):
-        raise NotSupportedError(
-            explain(
-                "Weights are stored with one scale, or with one for each 128 x 128",
-                where="quantized_model_init",
-                received=type(recipe).__name__,
-                remedy="Store them in high precision, or with Float8CurrentScaling",
-            )
+        raise NotSupportedError.explained(
+            "Weights are stored with one scale, or with one for each 128 x 128",
+            where="quantized_model_init",
+            received=type(recipe).__name__,
+            remedy="Store them in high precision, or with Float8CurrentScaling",
         )
     init = _Init(recipe, preserve_high_precision_init_val)
     token = _init.set(init if enabled else None)
@@ -304,11 +302,9 @@ def check_scale(scale: Tensor | None, where: str) -> Tensor:
     """
     if scale is not None:
         return scale
-    raise ArgumentError(
-        explain(
-            "A weight in FP8 has a scale",
-            where=where,
-            received="a weight of codes without weight_scale",
-            remedy="Construct the operation within opfuser.quantized_model_init",
-        )
+    raise ArgumentError.explained(
+        "A weight in FP8 has a scale",
+        where=where,
+        received="a weight of codes without weight_scale",
+        remedy="Construct the operation within opfuser.quantized_model_init",
     )

@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 
 from ..attention.call import Heads
 from ..basic._attention_inputs import cached_heads
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import NotSupportedError, explain
+from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..errors import NotSupportedError
 from ..op import BasicOperation, Dtypes
 from ..tracing import stands_in
 from .dataflow import form_of, map_leaves, tensors_in
@@ -177,7 +177,7 @@ class Multiply(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         x, extra = basic_op_ctxs[0].saved_tensors
         dx, dextra = grad_output * extra, (grad_output * x).sum_to_size(extra.shape)
@@ -221,7 +221,7 @@ class CachedRows(BasicOperation):
         basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        basic_op_grad_extra_outputs: Extras,
     ) -> BackwardResult:
         width = basic_op_ctxs[0].width
         return grad_output[..., width:], [()], [(grad_output[..., :width],)]
@@ -313,13 +313,11 @@ class Child(nn.Module):
                 self.around.returned[number] = found[place]
         if type(y) is not Tensor or y.shape != shape:
             got = type(y).__name__ + (f" of {tuple(y.shape)}" if isinstance(y, Tensor) else "")
-            raise NotSupportedError(
-                explain(
-                    "A child with hooks or tensors of its own returns what its forward would",
-                    where=f"a {type(self.child).__name__}, in a model after opfuser.apply",
-                    received=f"{got} for an input of {tuple(x.shape)}",
-                    remedy="Apply after hooks are registered, or call opfuser.revert(model)",
-                )
+            raise NotSupportedError.explained(
+                "A child with hooks or tensors of its own returns what its forward would",
+                where=f"a {type(self.child).__name__}, in a model after opfuser.apply",
+                received=f"{got} for an input of {tuple(x.shape)}",
+                remedy="Apply after hooks are registered, or call opfuser.revert(model)",
             )
         return y
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from ..errors import FusionError, UnknownFusionError, choose_among, explain
+from ..errors import FusionError, UnknownFusionError, choose_among
 from ..fusion import STAGES, Env, Fusion, FusionFunction, Requires, Stage
 from ..fusion_config import FusionConfig, Place, Setting, in_order, settings_at
 from ..fusion_config_text import read
@@ -270,27 +270,23 @@ class Registry:
         origin: str | None = None,
     ) -> FusionHandle:
         if not callable(function):
-            raise FusionError(
-                explain("A fusion is a function of a list of operations", received=repr(function))
+            raise FusionError.explained(
+                "A fusion is a function of a list of operations", received=repr(function)
             )
         if isinstance(function, Fusion) and function.stage != stage:
-            raise FusionError(
-                explain(
-                    "A fusion is registered for the stage that it declares",
-                    where=f"fusion {function.name!r}",
-                    received=f"stage {function.stage!r}, registered as {stage!r}",
-                    remedy=f"Use the register function of the {function.stage} stage",
-                )
+            raise FusionError.explained(
+                "A fusion is registered for the stage that it declares",
+                where=f"fusion {function.name!r}",
+                received=f"stage {function.stage!r}, registered as {stage!r}",
+                remedy=f"Use the register function of the {function.stage} stage",
             )
         given = name or (function.name if isinstance(function, Fusion) else None)
         taken = {handle.name for handle in self.registered()}
         if given is not None and given in taken:
-            raise FusionError(
-                explain(
-                    "Names of fusions are unique",
-                    received=f"a second fusion named {given!r}",
-                    remedy="Remove the first one through its handle, or choose another name",
-                )
+            raise FusionError.explained(
+                "Names of fusions are unique",
+                received=f"a second fusion named {given!r}",
+                remedy="Remove the first one through its handle, or choose another name",
             )
         origin = origin or self._registering.origin
         handle = FusionHandle(given or _default_name(function, taken), stage, function, origin)
@@ -312,12 +308,10 @@ class Registry:
         known = {handle.name for handle in self} | {"*"}
         for name in names:
             if name not in known:
-                raise UnknownFusionError(
-                    explain(
-                        "A fusion is switched by its registered name",
-                        received=repr(name),
-                        remedy=choose_among(name, known),
-                    )
+                raise UnknownFusionError.explained(
+                    "A fusion is switched by its registered name",
+                    received=repr(name),
+                    remedy=choose_among(name, known),
                 )
         with self._changing:
             self._switches.add(owner, dict.fromkeys(names, (on, by)))

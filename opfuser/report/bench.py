@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..registry import disable, fusions
 from .conversion import no_sequences
 from .inputs import said
@@ -98,18 +98,16 @@ def bench(
     """
     tensors = (*target.model.parameters(), *target.inputs)
     if any(t.is_meta for t in tensors) or not target.inputs:
-        raise TargetError(
-            explain(
-                "What is timed has data and inputs",
-                where=target.name,
-                received="tensors of the meta device" if target.inputs else "no inputs",
-                remedy=f"Use --device cpu{' or cuda' * torch.cuda.is_available()}"
-                if target.inputs
-                else "Pass --input",
-            )
+        raise TargetError.explained(
+            "What is timed has data and inputs",
+            where=target.name,
+            received="tensors of the meta device" if target.inputs else "no inputs",
+            remedy=f"Use --device cpu{' or cuda' * torch.cuda.is_available()}"
+            if target.inputs
+            else "Pass --input",
         )
     if samples < 1:
-        raise TargetError(explain("At least one sample is taken", received=str(samples)))
+        raise TargetError.explained("At least one sample is taken", received=str(samples))
     with torch.no_grad() if forward_only else nullcontext():
         found = plans(target)
     if not found:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..registry import effective
 from .inputs import said
 
@@ -92,8 +92,8 @@ class Command:
         try:
             self._match = re.compile(match)
         except re.error as error:
-            raise TargetError(
-                explain("--match takes a regular expression", received=f"{match!r}: {error}")
+            raise TargetError.explained(
+                "--match takes a regular expression", received=f"{match!r}: {error}"
             ) from error
         self._environ = dict(os.environ if environ is None else environ)
 
@@ -134,18 +134,16 @@ class Command:
                 check=False,
             )
         except OSError as error:
-            raise TargetError(
-                explain("The command cannot be started", received=f"{self}: {said(error)}")
+            raise TargetError.explained(
+                "The command cannot be started", received=f"{self}: {said(error)}"
             ) from error
         text = done.stdout.decode("utf-8", "replace")
         lines = [line for line in text.splitlines() if line.strip()]
         last = lines[-1].strip() if lines else ""
         if done.returncode in _NOT_STARTED:
-            raise TargetError(
-                explain(
-                    "The command cannot be started",
-                    received=f"{self}: exit status {done.returncode}" + (f", {last}" * bool(last)),
-                )
+            raise TargetError.explained(
+                "The command cannot be started",
+                received=f"{self}: exit status {done.returncode}" + (f", {last}" * bool(last)),
             )
         return Outcome(done.returncode, self._match.search(text) is not None, last)
 
@@ -204,11 +202,9 @@ def find(
     if first.passes:
         return Found(False)
     if not first.matches:
-        raise TargetError(
-            explain(
-                "The output of the failure has to contain what --match says",
-                received=f"{first}, last line {first.last_line!r}",
-            )
+        raise TargetError.explained(
+            "The output of the failure has to contain what --match says",
+            received=f"{first}, last line {first.last_line!r}",
         )
     others = 0
     without = outcome(names, f"without {', '.join(names)}" if names else "as they are")
@@ -283,10 +279,8 @@ def _listed(some: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _fails_otherwise(done: Outcome) -> TargetError:
-    return TargetError(
-        explain(
-            "Without fusions the command has to pass, or to fail as it does with them",
-            received=f"it {done}, last line {done.last_line!r}",
-            remedy="Say with --match which failures are meant, or mend that one first",
-        )
+    return TargetError.explained(
+        "Without fusions the command has to pass, or to fail as it does with them",
+        received=f"it {done}, last line {done.last_line!r}",
+        remedy="Say with --match which failures are meant, or mend that one first",
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..integrations.hf.examples import input_shape
 from ..libraries import imported
 from .inputs import did_you_mean, said
@@ -55,25 +55,21 @@ def build(
     """
     library = imported("transformers")
     if isinstance(library, str):
-        raise TargetError(
-            explain(
-                f"{PREFIX} names a model of transformers",
-                received=library,
-                remedy="Run pip install opfuser[hf]",
-            )
+        raise TargetError.explained(
+            f"{PREFIX} names a model of transformers",
+            received=library,
+            remedy="Run pip install opfuser[hf]",
         )
     settings = {} if config is None else _read(config)
     try:
         with quiet_and_offline():
             kind, made = _resolved(library, spec, settings)
             if getattr(made, "quantization_config", None):
-                raise TargetError(
-                    explain(
-                        "Quantised weights are read from files, and not built",
-                        where=spec,
-                        received="quantization_config",
-                        remedy="Set it to null in the file of --config to see the model without",
-                    )
+                raise TargetError.explained(
+                    "Quantised weights are read from files, and not built",
+                    where=spec,
+                    received="quantization_config",
+                    remedy="Set it to null in the file of --config to see the model without",
                 )
             for part in (made, made.get_text_config()):
                 part.use_cache = False
@@ -85,12 +81,10 @@ def build(
     except TargetError:
         raise
     except Exception as error:  # whatever a configuration may cause
-        raise TargetError(
-            explain(
-                f"{spec} has to be built from its configuration",
-                where="" if config is None else str(config),
-                received=said(error),
-            )
+        raise TargetError.explained(
+            f"{spec} has to be built from its configuration",
+            where="" if config is None else str(config),
+            received=said(error),
         ) from error
     trained: nn.Module = model.train()
     return trained
@@ -107,13 +101,11 @@ def call_inputs(spec: str, model: nn.Module) -> tuple[str, ...]:
         name, shape = found
         return ("x".join(map(str, shape)) + (":int64" if name == "input_ids" else ""),)
     parameters = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
-    raise TargetError(
-        explain(
-            "A call is known for models that take input_ids or pixel_values",
-            where=spec,
-            received=f"{type(model).__name__}, whose forward takes {', '.join(parameters[:3])}",
-            remedy="Pass --input for each of them, or build the model in a function of yours",
-        )
+    raise TargetError.explained(
+        "A call is known for models that take input_ids or pixel_values",
+        where=spec,
+        received=f"{type(model).__name__}, whose forward takes {', '.join(parameters[:3])}",
+        remedy="Pass --input for each of them, or build the model in a function of yours",
     )
 
 
@@ -161,7 +153,7 @@ def _resolved(library: Any, spec: str, settings: dict[str, Any]) -> tuple[Any, A
     if inspect.isclass(found) and issubclass(found, library.PreTrainedModel):
         kind = getattr(found, "config_class", None)
         if kind is None:
-            raise TargetError(explain("An abstract class builds no model", received=spec))
+            raise TargetError.explained("An abstract class builds no model", received=spec)
         return found, _config(kind, spec, settings)
     if inspect.isclass(found) and issubclass(found, library.PretrainedConfig):
         return _class_of(library, spec, settings), _config(found, spec, settings)
@@ -169,14 +161,12 @@ def _resolved(library: Any, spec: str, settings: dict[str, Any]) -> tuple[Any, A
         config = _config(library.CONFIG_MAPPING[name], spec, settings)
         return _class_of(library, spec, settings), config
     names = [*library.CONFIG_MAPPING.keys(), *dir(library)]
-    raise TargetError(
-        explain(
-            f"{PREFIX} is followed by a class or a model type of transformers, or by a local "
-            "config.json or its folder",
-            received=repr(spec),
-            remedy=did_you_mean(name, names)
-            or "Names of the Hugging Face Hub are not looked up: nothing is downloaded",
-        )
+    raise TargetError.explained(
+        f"{PREFIX} is followed by a class or a model type of transformers, or by a local "
+        "config.json or its folder",
+        received=repr(spec),
+        remedy=did_you_mean(name, names)
+        or "Names of the Hugging Face Hub are not looked up: nothing is downloaded",
     )
 
 
@@ -186,14 +176,12 @@ def _of_data(
     """As :func:`_resolved`, of the content of a ``config.json``."""
     name = data.get("model_type")
     if not isinstance(name, str) or name not in library.CONFIG_MAPPING:
-        raise TargetError(
-            explain(
-                "A configuration names a model_type of transformers",
-                where=spec,
-                received=repr(name),
-                remedy=did_you_mean(str(name), library.CONFIG_MAPPING.keys())
-                or "Code beside a configuration is not run: build the model in a function of yours",
-            )
+        raise TargetError.explained(
+            "A configuration names a model_type of transformers",
+            where=spec,
+            received=repr(name),
+            remedy=did_you_mean(str(name), library.CONFIG_MAPPING.keys())
+            or "Code beside a configuration is not run: build the model in a function of yours",
         )
     kind = library.CONFIG_MAPPING[name]
     _check_settings(kind, spec, settings)
@@ -208,14 +196,11 @@ def _class_of(library: Any, spec: str, data: Mapping[str, Any]) -> Any:
         return None
     found = getattr(library, str(names[0]), None)
     if not (inspect.isclass(found) and issubclass(found, library.PreTrainedModel)):
-        raise TargetError(
-            explain(
-                "architectures of a configuration are classes of transformers",
-                where=spec,
-                received=str(names[0]),
-                remedy="Code beside a configuration is not run: build the model in a function of "
-                "yours",
-            )
+        raise TargetError.explained(
+            "architectures of a configuration are classes of transformers",
+            where=spec,
+            received=str(names[0]),
+            remedy="Code beside a configuration is not run: build the model in a function of yours",
         )
     return found
 
@@ -230,24 +215,20 @@ def _check_settings(kind: Any, spec: str, settings: Mapping[str, Any]) -> None:
     """Raises TargetError for settings of another type of models, and for unknown names."""
     stated = settings.get("model_type")
     if stated is not None and stated != kind.model_type:
-        raise TargetError(
-            explain(
-                f"A configuration of {spec} is of the type {kind.model_type}",
-                received=f"model_type {stated!r}",
-            )
+        raise TargetError.explained(
+            f"A configuration of {spec} is of the type {kind.model_type}",
+            received=f"model_type {stated!r}",
         )
     default = kind()
     # With its type it is a whole configuration, which may come from another version.
     for name in settings if stated is None else ():
         if not (hasattr(default, name) or name in _COMMON):
             known = [*default.to_dict(), *kind.attribute_map, *_COMMON]
-            raise TargetError(
-                explain(
-                    f"{kind.__name__} has no setting of this name",
-                    where=spec,
-                    received=repr(name),
-                    remedy=did_you_mean(name, known),
-                )
+            raise TargetError.explained(
+                f"{kind.__name__} has no setting of this name",
+                where=spec,
+                received=repr(name),
+                remedy=did_you_mean(name, known),
             )
 
 
@@ -271,17 +252,15 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TargetError(
-            explain("The configuration cannot be read", received=f"{file}: {error.strerror}")
+        raise TargetError.explained(
+            "The configuration cannot be read", received=f"{file}: {error.strerror}"
         ) from error
     except ValueError as error:
-        raise TargetError(
-            explain("A configuration is JSON", received=f"{file}: {error}")
+        raise TargetError.explained(
+            "A configuration is JSON", received=f"{file}: {error}"
         ) from error
     if not isinstance(found, dict):
-        raise TargetError(
-            explain(
-                "A configuration is an object of JSON", received=f"{file}: {type(found).__name__}"
-            )
+        raise TargetError.explained(
+            "A configuration is an object of JSON", received=f"{file}: {type(found).__name__}"
         )
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 
 __all__ = ["DTYPES", "did_you_mean", "examples", "named_dtype", "said", "tensor"]
 
@@ -47,16 +47,14 @@ def examples(spec: str, owners: tuple[Any, ...], device: torch.device) -> tuple[
                 with device:
                     given = given()
             except Exception as error:
-                raise TargetError(
-                    explain(f"example_inputs of {spec} failed", received=said(error))
+                raise TargetError.explained(
+                    f"example_inputs of {spec} failed", received=said(error)
                 ) from error
         return tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    raise TargetError(
-        explain(
-            f"{spec} says nothing about its inputs",
-            remedy="Pass --input 8x128:bf16 for each, or set example_inputs beside the function "
-            "or on the model",
-        )
+    raise TargetError.explained(
+        f"{spec} says nothing about its inputs",
+        remedy="Pass --input 8x128:bf16 for each, or set example_inputs beside the function "
+        "or on the model",
     )
 
 
@@ -69,11 +67,9 @@ def tensor(
         TargetError: it stands for none.
     """
     if not isinstance(item, (str, Tensor)):
-        raise TargetError(
-            explain(
-                f"example_inputs of {spec} are tensors, or texts such as '8x128:bf16'",
-                received=type(item).__name__,
-            )
+        raise TargetError.explained(
+            f"example_inputs of {spec} are tensors, or texts such as '8x128:bf16'",
+            received=type(item).__name__,
         )
     try:
         if isinstance(item, str):
@@ -81,13 +77,11 @@ def tensor(
         to = dtype if item.is_floating_point() and dtype is not None else item.dtype
         return item.detach().to(device, to).requires_grad_(item.requires_grad)
     except RuntimeError as error:  # such as memory, or a dtype without random numbers
-        raise TargetError(
-            explain(
-                f"An input has to exist on {device}",
-                where=item if isinstance(item, str) else f"{tuple(item.shape)} {item.dtype}",
-                received=said(error),
-                remedy="Pass another shape or dtype, or --device meta",
-            )
+        raise TargetError.explained(
+            f"An input has to exist on {device}",
+            where=item if isinstance(item, str) else f"{tuple(item.shape)} {item.dtype}",
+            received=said(error),
+            remedy="Pass another shape or dtype, or --device meta",
         ) from error
 
 
@@ -96,11 +90,8 @@ def _from_text(
 ) -> Tensor:
     read = _INPUT.fullmatch(text.strip())
     if read is None or not (read[1] or read[2]):
-        raise TargetError(
-            explain(
-                "An input is a shape and a dtype, such as 8x2048x4096:bf16",
-                received=repr(text),
-            )
+        raise TargetError.explained(
+            "An input is a shape and a dtype, such as 8x2048x4096:bf16", received=repr(text)
         )
     shape = [int(size) for size in read[1].split("x")] if read[1] else []
     of_model = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -125,12 +116,10 @@ def named_dtype(name: str) -> torch.dtype:
     """
     found = DTYPES.get(name) or getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise TargetError(
-            explain(
-                f"A dtype is one of {', '.join(DTYPES)}, or a dtype of torch such as bfloat16",
-                received=repr(name),
-                remedy=did_you_mean(name, (*DTYPES, *_TORCH_DTYPES)),
-            )
+        raise TargetError.explained(
+            f"A dtype is one of {', '.join(DTYPES)}, or a dtype of torch such as bfloat16",
+            received=repr(name),
+            remedy=did_you_mean(name, (*DTYPES, *_TORCH_DTYPES)),
         )
     return found
 

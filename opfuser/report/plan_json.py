@@ -38,7 +38,7 @@ from torch import Tensor
 from .. import __version__
 from ..engine.folding import like
 from ..engine.plan import FusionRecord, Plan, Step
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from .target import Target, plans
 from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
 
@@ -188,21 +188,19 @@ def read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TargetError(
-            explain("The file cannot be read", received=f"{file}: {error.strerror}")
+        raise TargetError.explained(
+            "The file cannot be read", received=f"{file}: {error.strerror}"
         ) from error
     except ValueError as error:
-        raise TargetError(
-            explain("The file has to be JSON", received=f"{file}: {error}")
+        raise TargetError.explained(
+            "The file has to be JSON", received=f"{file}: {error}"
         ) from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != EXPLAIN:
-        raise TargetError(
-            explain(
-                f"The file has to be of the schema {EXPLAIN}",
-                received=f"{file}: {schema or 'no schema'}",
-                remedy="Write it with opfuser explain --format json -o FILE",
-            )
+        raise TargetError.explained(
+            f"The file has to be of the schema {EXPLAIN}",
+            received=f"{file}: {schema or 'no schema'}",
+            remedy="Write it with opfuser explain --format json -o FILE",
         )
     return dict(found)
 

@@ -86,12 +86,10 @@ def load(
             spec, inputs, where, dtype, config, with_data=with_data, applied=applied
         )
     if config is not None:
-        raise TargetError(
-            explain(
-                "--config is a configuration of a model of transformers",
-                received=f"--config {config} for {spec}",
-                remedy="Name the model as hf:LlamaForCausalLM, say",
-            )
+        raise TargetError.explained(
+            "--config is a configuration of a model of transformers",
+            received=f"--config {config} for {spec}",
+            remedy="Name the model as hf:LlamaForCausalLM, say",
         )
     found, home = _find(spec)
     model = _built(spec, found, where)
@@ -131,13 +129,11 @@ def _of_transformers(
     with hf_models.quiet_and_offline():
         report = apply(model)
     if not report.computed:
-        raise TargetError(
-            explain(
-                "opfuser.hf.apply replaces nothing in this model",
-                where=name,
-                received="; ".join(f"{k.path or 'the model'} {k.reason}" for k in report.kept[:2]),
-                remedy="opfuser audit says what would fuse",
-            )
+        raise TargetError.explained(
+            "opfuser.hf.apply replaces nothing in this model",
+            where=name,
+            received="; ".join(f"{k.path or 'the model'} {k.reason}" for k in report.kept[:2]),
+            remedy="opfuser audit says what would fuse",
         )
     return Target(name, model, made, untouched)
 
@@ -199,22 +195,16 @@ def _device(device: str, with_data: bool) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise TargetError(
-            explain(
-                "A device is one of torch's",
-                received=repr(device),
-                remedy="Use cpu or cuda" if with_data else "Use meta, cpu or cuda",
-            )
+        raise TargetError.explained(
+            "A device is one of torch's",
+            received=repr(device),
+            remedy="Use cpu or cuda" if with_data else "Use meta, cpu or cuda",
         ) from error
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise TargetError(
-            explain(
-                "This machine has no CUDA device",
-                received=repr(device),
-                remedy="Use --device cpu"
-                if with_data
-                else "Use --device meta, which plans like a GPU",
-            )
+        raise TargetError.explained(
+            "This machine has no CUDA device",
+            received=repr(device),
+            remedy="Use --device cpu" if with_data else "Use --device meta, which plans like a GPU",
         )
     return where
 
@@ -223,28 +213,23 @@ def _find(spec: str) -> tuple[Any, Any]:
     """What a spec names, and the Python module that it is in."""
     path, colon, name = spec.partition(":")
     if not (path and colon and name):
-        raise TargetError(
-            explain(
-                "A model is named as package.module:name",
-                received=repr(spec),
-                remedy="The name is that of a function that builds it, or of the model",
-            )
+        raise TargetError.explained(
+            "A model is named as package.module:name",
+            received=repr(spec),
+            remedy="The name is that of a function that builds it, or of the model",
         )
     try:
         home = importlib.import_module(path)
     except Exception as error:
-        raise TargetError(
-            explain(f"The Python module {path!r} cannot be imported", received=said(error))
+        raise TargetError.explained(
+            f"The Python module {path!r} cannot be imported", received=said(error)
         ) from error
     found: Any = home
     for part in name.split("."):
         if not hasattr(found, part):
             known = [n for n in vars(found) if not n.startswith("_")] if found is home else []
-            raise TargetError(
-                explain(
-                    f"{path!r} has no attribute {name!r}",
-                    remedy=did_you_mean(part, known),
-                )
+            raise TargetError.explained(
+                f"{path!r} has no attribute {name!r}", remedy=did_you_mean(part, known)
             )
         found = getattr(found, part)
     return found, home
@@ -274,18 +259,14 @@ def _built(spec: str, found: Any, device: torch.device) -> nn.Module:
             with device, _Unfilled():
                 model = found()
         except Exception as error:
-            raise TargetError(
-                explain(
-                    f"{spec} has to build a model when it is called without arguments",
-                    received=said(error),
-                )
+            raise TargetError.explained(
+                f"{spec} has to build a model when it is called without arguments",
+                received=said(error),
             ) from error
     if not isinstance(model, nn.Module):
-        raise TargetError(
-            explain(
-                f"{spec} has to be a torch.nn.Module, or a function that returns one",
-                received=type(model).__name__,
-            )
+        raise TargetError.explained(
+            f"{spec} has to be a torch.nn.Module, or a function that returns one",
+            received=type(model).__name__,
         )
     return model
 
@@ -302,12 +283,10 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
         if here and t.dtype == to:
             continue
         if t.is_meta and device.type != "meta":
-            raise TargetError(
-                explain(
-                    "A model without values stays on the meta device",
-                    received=f"--device {device}",
-                    remedy="Leave the device to the function that builds it",
-                )
+            raise TargetError.explained(
+                "A model without values stays on the meta device",
+                received=f"--device {device}",
+                remedy="Leave the device to the function that builds it",
             )
         other = t.detach().to(device, to)
         if isinstance(t, nn.Parameter):
@@ -319,11 +298,9 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
     try:
         return copy.deepcopy(model, {**kept, **replaced})
     except Exception as error:
-        raise TargetError(
-            explain(
-                f"A model that is not on {device}, in the dtype asked for, is copied",
-                where=type(model).__name__,
-                received=said(error),
-                remedy="Let a function build it, which runs with that device as torch's default",
-            )
+        raise TargetError.explained(
+            f"A model that is not on {device}, in the dtype asked for, is copied",
+            where=type(model).__name__,
+            received=said(error),
+            remedy="Let a function build it, which runs with that device as torch's default",
         ) from error

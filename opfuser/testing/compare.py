@@ -351,12 +351,10 @@ def each_dtype(dtypes: Iterable[torch.dtype] | None) -> tuple[torch.dtype | None
         return (None,)
     found = tuple(dtypes)
     if not found:
-        raise ArgumentError(
-            explain(
-                "A check is made in at least one dtype",
-                received=f"dtypes={dtypes!r}",
-                remedy="Pass some, or None for those of the tensors",
-            )
+        raise ArgumentError.explained(
+            "A check is made in at least one dtype",
+            received=f"dtypes={dtypes!r}",
+            remedy="Pass some, or None for those of the tensors",
         )
     return found
 

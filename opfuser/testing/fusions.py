@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..engine.plan import Plan
 from ..engine.specialized import unrecorded
-from ..errors import ArgumentError, UnknownFusionError, choose_among, explain
+from ..errors import ArgumentError, UnknownFusionError, choose_among
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
 from ..registry import FusionHandle, registry
@@ -111,12 +111,10 @@ def _registered(
             yield handle
             return
     if isinstance(fusion, str):
-        raise UnknownFusionError(
-            explain(
-                "check_fusion checks a fusion by its registered name",
-                received=repr(fusion),
-                remedy=choose_among(fusion, (handle.name for handle in registry)),
-            )
+        raise UnknownFusionError.explained(
+            "check_fusion checks a fusion by its registered name",
+            received=repr(fusion),
+            remedy=choose_among(fusion, (handle.name for handle in registry)),
         )
     if isinstance(fusion, FusionHandle):
         stage = fusion.stage
@@ -124,12 +122,10 @@ def _registered(
     elif isinstance(fusion, Fusion):
         stage = fusion.stage
     if stage is None:
-        raise ArgumentError(
-            explain(
-                "The stage of a fusion function that is not registered must be given",
-                received=repr(fusion),
-                remedy='Pass stage="forward", "backward" or "joint"',
-            )
+        raise ArgumentError.explained(
+            "The stage of a fusion function that is not registered must be given",
+            received=repr(fusion),
+            remedy='Pass stage="forward", "backward" or "joint"',
         )
     with registry.add(fusion, stage) as handle:
         yield handle
@@ -249,10 +245,8 @@ def _check_is_one_run(seq: Sequential) -> None:
     groups = seq._module_groups or []
     if len(groups) != 1 or not isinstance(groups[0], OperationFuser):
         names = ", ".join(type(group).__name__ for group in groups)
-        raise ArgumentError(
-            explain(
-                "check_fusion takes operations that make up one run",
-                received=f"runs and modules: {names}",
-                remedy="Leave out plain modules, subclasses of Sequential, and hooks",
-            )
+        raise ArgumentError.explained(
+            "check_fusion takes operations that make up one run",
+            received=f"runs and modules: {names}",
+            remedy="Leave out plain modules, subclasses of Sequential, and hooks",
         )

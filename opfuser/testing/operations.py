@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.specialized import unrecorded
-from ..errors import ArgumentTypeError, explain
+from ..errors import ArgumentTypeError
 from ..op import BasicOperation, autocast_dtype
 from ..registry import disable, fusions
 from .calls import Subject, named_inputs
@@ -73,12 +73,10 @@ def check_op(
         ArgumentTypeError: ``op`` is no basic operation.
     """
     if not isinstance(op, BasicOperation):
-        raise ArgumentTypeError(
-            explain(
-                "check_op checks basic operations",
-                received=type(op).__name__,
-                remedy="Check each part of a compound; check fused operations with check_fusion",
-            )
+        raise ArgumentTypeError.explained(
+            "check_op checks basic operations",
+            received=type(op).__name__,
+            remedy="Check each part of a compound; check fused operations with check_fusion",
         )
     kwargs = dict(kwargs or {})
     has_rows = leading_dims(input) > 0

@@ -39,12 +39,10 @@ def assert_fused(
             given.
     """
     if not (forward or backward or joint):
-        raise ArgumentError(
-            explain(
-                "assert_fused compares the fusions that it is given",
-                received="no fusion",
-                remedy="Name what must occur, as joint=dict(norm_linear=1)",
-            )
+        raise ArgumentError.explained(
+            "assert_fused compares the fusions that it is given",
+            received="no fusion",
+            remedy="Name what must occur, as joint=dict(norm_linear=1)",
         )
     plans = _plans(model, inputs)
     stages: tuple[tuple[Stage, Mapping[str, int] | None], ...] = (
@@ -104,12 +102,10 @@ def _plans(model: nn.Module | Plan, inputs: tuple[Tensor, ...]) -> list[Plan]:
     if isinstance(model, Sequential) and inputs:
         return [model.plan(*inputs)]
     if inputs:
-        raise ArgumentError(
-            explain(
-                "Plans for given inputs are those of a Sequential",
-                received=f"{type(model).__name__} and {counted(len(inputs), 'input')}",
-                remedy="Call the model first and pass no inputs; or pass a Sequential and inputs",
-            )
+        raise ArgumentError.explained(
+            "Plans for given inputs are those of a Sequential",
+            received=f"{type(model).__name__} and {counted(len(inputs), 'input')}",
+            remedy="Call the model first and pass no inputs; or pass a Sequential and inputs",
         )
     return list(last_plans(model).values())
 

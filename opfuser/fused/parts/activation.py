@@ -13,7 +13,7 @@ from ...basic.activation import _Activation
 from ...basic.bias import Bias
 from ...basic.gated_activation import GATED_ACTIVATIONS, _GatedActivation
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors, OperationContext
+from ...context import Contexts, Extras, OperationContext
 from ...fusion import Refusal
 from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
@@ -32,7 +32,7 @@ from ...kernels.scalar import cast
 from ...op import in_compute_dtype
 from ...quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from .._linear import insist
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers, Value
+from .part import Gradients, Part, PartGrads, Value, Wanted
 from .quantized_linear import QuantizedLinearPart
 
 __all__ = [
@@ -109,14 +109,8 @@ class ActivationPart(Part):
         return SAVED.dtype if fills_blocks(2 * features if spec.up else features, spec) else None
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Any, ExtraTensors]:
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Any, Extras]:
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else self.bias.operand(x)
         y: Any
@@ -174,7 +168,6 @@ class ActivationPart(Part):
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         x = _tensor(self._saved_input(ctxs[-1]) if x is None else x)
         (function,) = self.activation.frozen_settings(ctxs[-1])
-        y: Tensor
         if isinstance(self.activation, _Activation):
             y = activation_forward(x, function, self._saved_bias(ctxs))
         else:
@@ -186,14 +179,7 @@ class ActivationPart(Part):
         return saved[0] if saved else None
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         """All gradients and the output in one kernel; dx of a gated x may overwrite it."""
         saved = ctxs[-1].saved_tensors
@@ -206,16 +192,17 @@ class ActivationPart(Part):
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
         (function,) = self.activation.frozen_settings(ctxs[-1])
         grads: Any
-        if want_output and want_dx and _both(quantizers):
+        want_y = wanted.has_output
+        if want_y and want_dx and _both(wanted):
             bias = self._saved_bias(ctxs)
-            grads = _gradients_quantized(dy, given, bias, function, quantizers, want_db)
+            grads = _gradients_quantized(dy, given, bias, function, wanted, want_db)
         elif not gated:
             x, bias = _tensor(given), self._saved_bias(ctxs)
-            grads = activation_backward(dy, x, function, bias, want_dx, want_db, want_output)
+            grads = activation_backward(dy, x, function, bias, want_dx, want_db, want_y)
         elif ours and want_dx:
-            grads = gated_backward_(dy, _tensor(given), function, None, want_output)
+            grads = gated_backward_(dy, _tensor(given), function, None, want_y)
         else:
-            grads = gated_backward(dy, _tensor(given), function, None, want_dx, want_output)
+            grads = gated_backward(dy, _tensor(given), function, None, want_dx, want_y)
         own: list[Gradients] = [()]
         if self.bias is not None:
             own = [(grads.db,) if want_db else (None,) * len(needs.parameters), ()]
@@ -255,16 +242,16 @@ def _quantized(
     return QuantizedTensor(h, shape, x.dtype), codes
 
 
-def _both(quantizers: Quantizers) -> bool:
+def _both(wanted: Wanted) -> bool:
     """Whether the gradient is wanted in both layouts, and the output by columns alone."""
-    dx, y = quantizers
+    dx, y, _ = wanted
     return dx is not None and y is not None and dx.rows and dx.cols and y.cols and not y.rows
 
 
 def _gradients_quantized(
-    dy: Tensor, x: Value, bias: Tensor | None, function: Any, quantizers: Quantizers, want_db: bool
+    dy: Tensor, x: Value, bias: Tensor | None, function: Any, wanted: Wanted, want_db: bool
 ) -> _Grads:
-    dx, y = quantizers
+    dx, y, _ = wanted
     assert dx is not None
     assert y is not None
     sums, spec = want_db or dx.column_sum, _spec(function)

@@ -14,8 +14,8 @@ from ...basic.bias import Bias
 from ...basic.constant_scale import ConstantScale
 from ...basic.dropout import Dropout
 from ...basic.pointwise import PointwiseOperation
-from ...context import COMPUTE_DTYPES, Contexts, ExtraTensors, autocast_dtype, refuse_dtype
-from ...errors import NotSupportedError, explain
+from ...context import COMPUTE_DTYPES, Contexts, Extras, autocast_dtype, refuse_dtype
+from ...errors import NotSupportedError
 from ...fusion import Env, Refusal
 from ...kernels.functions import Scale
 from ...kernels.launch import INTERPRETED
@@ -34,7 +34,7 @@ from ...op import BasicOperation, FusibleOperation
 from ...quantization.quantizers import Quantizer
 from .._residual_sum import CHAIN
 from .activation import PLAIN_ACTIVATIONS
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import Gradients, Part, PartGrads, Wanted
 
 __all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
 
@@ -111,25 +111,19 @@ class ChainPart(Part):
     def __init__(self, ops: Sequence[FusibleOperation], where: str) -> None:
         no = _refusal(ops)
         if no is not None:
-            raise NotSupportedError(explain(no.detail, where=where))
+            raise NotSupportedError.explained(no.detail, where=where)
         self.ops = cast("tuple[BasicOperation, ...]", tuple(ops))
         self._layouts = _Layouts(self.ops)
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
-        call = self.prepare(ctxs, x, extra_inputs)
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Tensor, Extras]:
+        call = self.prepare(ctxs, x, extras)
         y, kept = call.chain.forward(x, call.operands, call.dtypes)
         self.save(ctxs, call, x, kept)
         return y, [()] * len(ctxs)
 
-    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors) -> ChainCall:
+    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: Extras) -> ChainCall:
         """The chain of this call and its operands.
 
         Raises:
@@ -188,14 +182,7 @@ class ChainPart(Part):
         ctx.save_for_backward(x if chain.reads_x else None, *reads)
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         needs = [ctx.needs for ctx in ctxs]
         params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
 from ...quantization.quantizers import Quantizer
 from .chain import ChainCall, ChainPart
 from .norm import NormPart
-from .part import PLAIN, Part, PartGrads, Quantizers, no_gradients
+from .part import PLAIN, Part, PartGrads, Wanted, no_gradients
 
 __all__ = ["ChainNormPart"]
 
@@ -52,16 +52,10 @@ class ChainNormPart(Part):
         self.emits_quantized = self._norm.emits_quantized
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Tensor, Extras]:
         first, ctx, norm = ctxs[: self._count], ctxs[-1], self._norm.norm
-        call = self._chain.prepare(first, x, extra_inputs)
+        call = self._chain.prepare(first, x, extras)
         total: Tensor | None
         # The kernel of both makes no codes; the norm's own, from the sum, moves less than a tensor
         # in between.
@@ -104,31 +98,16 @@ class ChainNormPart(Part):
         return self._norm.recompute(ctxs[self._count :], None)
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         n = self._count
-        norm = self._norm.backward(
-            ctxs[n:],
-            dy,
-            None,
-            grad_extra_outputs[n:],
-            want_output=want_output,
-            quantizers=quantizers,
-        )
+        norm = self._norm.backward(ctxs[n:], dy, None, grad_extras[n:], wanted)
         if norm.input is None:
             chain = no_gradients(ctxs[:n])
         else:
             assert isinstance(norm.input, Tensor)
-            chain = self._chain.backward(
-                ctxs[:n], norm.input, None, grad_extra_outputs[:n], want_output=False
-            )
+            given = grad_extras[:n]
+            chain = self._chain.backward(ctxs[:n], norm.input, None, given, PLAIN)
         return PartGrads(
             chain.input,
             [*chain.parameters, *norm.parameters],

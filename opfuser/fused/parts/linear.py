@@ -11,7 +11,7 @@ from ... import gemm
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from ...quantization.quantizers import Quantizer
@@ -23,7 +23,7 @@ from .._linear import (
     insist,
     linear_sum,
 )
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import Gradients, Part, PartGrads, Wanted
 
 __all__ = ["LinearPart", "refuse"]
 
@@ -72,17 +72,11 @@ class LinearPart(Part):
         self.linear, self.bias, self.add = linear, bias, add
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Any,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Tensor, Extras]:
         """``x Wᵀ + b``, plus the extra input if there is a sum.
 
-        The extra input is overwritten if ``extra_inputs`` has the only reference to it.
+        The extra input is overwritten if ``extras`` has the only reference to it.
         """
         ctx = ctxs[0]
         x, w = self.linear.operands(ctx, x, save=False)
@@ -95,8 +89,8 @@ class LinearPart(Part):
         nothing = [()] * len(self.ops)
         if self.add is None:
             return gemm.forward(x, w, b), nothing
-        ours = only_reference(extra_inputs[-1])
-        (z,) = extra_inputs[-1]
+        ours = only_reference(extras[-1])
+        (z,) = extras[-1]
         assert z is not None
         return linear_sum(self.add, z, x, w, b, in_place=ours), nothing
 
@@ -107,14 +101,7 @@ class LinearPart(Part):
         return gemm.forward(x, self.linear.saved_weight(ctxs[0], again=True), b)
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Any,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Any, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         dx = self._input_grad(ctxs, dy) if ctxs[0].needs.input else None
         extra_inputs: list[Gradients] = [()] * len(self.ops)

@@ -9,10 +9,10 @@ from torch import Tensor
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...op import compute_dtype
 from ...quantization.quantizers import Quantizer
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import Gradients, Part, PartGrads, Wanted
 
 __all__ = ["NormPart"]
 
@@ -39,17 +39,11 @@ class NormPart(Part):
         self.tap = None if make_extra is None else len(self.ops) - 2
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Tensor,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Any, ExtraTensors]:
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Any, Extras]:
         y: Any = None
         if self.add is not None:
-            (z,) = extra_inputs[0]
+            (z,) = extras[0]
             assert z is not None
             if self._adds_in_kernel(x, z):
                 y, x = self.norm.forward_of_sum(ctxs[-1], x, z, quantizer)
@@ -67,7 +61,7 @@ class NormPart(Part):
         fits = x.shape == z.shape and x.shape[-len(shape) :] == shape
         return fits and x.dtype == z.dtype == compute_dtype(x, self.norm)
 
-    def extra_outputs(self, x: Tensor | None) -> ExtraTensors:
+    def extra_outputs(self, x: Tensor | None) -> Extras:
         """For each operation its extra outputs, given the input ``x`` of the norm."""
         outputs: list[tuple[Tensor | None, ...]] = [()] * len(self.ops)
         if self.tap is not None:
@@ -81,20 +75,13 @@ class NormPart(Part):
         return self.norm.recompute(ctxs[-1])
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Tensor, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
-        g = None if self.tap is None else grad_extra_outputs[self.tap][0]
-        quantizer = quantizers.output
+        g = None if self.tap is None else grad_extras[self.tap][0]
+        quantizer = wanted.output
         apart = quantizer is not None
         y: Any
-        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, want_output and not apart)
+        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, wanted.has_output and not apart)
         if quantizer is not None:
             y = self.norm.recompute_quantized(ctxs[-1], quantizer)
         saved = ctxs[-1].saved_tensors[0]

@@ -8,29 +8,41 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, Extras
 from ...op import BasicOperation
 from ...quantization.quantizers import QuantizedTensor, Quantizer
 
-__all__ = ["PLAIN", "Gradients", "Part", "PartGrads", "Quantizers", "Value", "no_gradients"]
+__all__ = [
+    "PLAIN",
+    "PLAIN_WITH_OUTPUT",
+    "Gradients",
+    "Part",
+    "PartGrads",
+    "Value",
+    "Wanted",
+    "no_gradients",
+]
 
 Value = Tensor | QuantizedTensor
 Gradients = tuple[Tensor | None, ...]
 
 
-class Quantizers(NamedTuple):
-    """How the neighbours of a part want what its backward makes; None: as tensors.
+class Wanted(NamedTuple):
+    """What the neighbours of a part want of its backward.
 
     Attributes:
-        input_grad: of the part before, for the gradient of its output.
-        output: of the part behind, for its recomputed input.
+        input_grad: how the part before wants the gradient of its output; None: as a tensor.
+        output: how the part behind wants its recomputed input; None: as a tensor.
+        has_output: whether the output is to be recomputed along with the gradients.
     """
 
     input_grad: Quantizer | None = None
     output: Quantizer | None = None
+    has_output: bool = False
 
 
-PLAIN = Quantizers()
+PLAIN = Wanted()
+PLAIN_WITH_OUTPUT = Wanted(has_output=True)
 
 
 class PartGrads(NamedTuple):
@@ -97,20 +109,14 @@ class Part:
         return None
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Any,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Any, ExtraTensors]:
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Any, Extras]:
         """The output, and for each operation its extra outputs.
 
         Args:
             ctxs: contexts.
             x: the input; quantised only as :meth:`input_quantizer` says.
-            extra_inputs: for each operation its extra inputs.
+            extras: for each operation its extra inputs.
             save_input: whether to save the input; if not, backward receives it.
             quantizer: how the part behind wants the output.
         """
@@ -128,14 +134,7 @@ class Part:
         raise NotImplementedError
 
     def backward(
-        self,
-        ctxs: Contexts,
-        dy: Any,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-        quantizers: Quantizers = PLAIN,
+        self, ctxs: Contexts, dy: Any, x: Tensor | None, grad_extras: Extras, wanted: Wanted
     ) -> PartGrads:
         """The gradients, and the output if it is wanted and costs less than :meth:`recompute`.
 
@@ -143,9 +142,8 @@ class Part:
             ctxs: contexts.
             dy: gradient of the output; all dimensions but the last may be flattened to one.
             x: the recomputed input, which may be overwritten; None if forward saved it.
-            grad_extra_outputs: for each operation the gradients of its extra outputs.
-            want_output: whether to recompute the output along with the gradients.
-            quantizers: how the neighbours want results.
+            grad_extras: for each operation the gradients of its extra outputs.
+            wanted: by the neighbours.
         """
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ...context import (
     BackwardResult,
     Contexts,
-    ExtraTensors,
+    Extras,
     ForwardArguments,
     ForwardResult,
     GradNeeds,
@@ -24,7 +24,7 @@ from ...op import BasicOperation, FusedOperation
 from ...quantization.quantizers import Quantizer
 from ...quantization.watch import is_watched
 from ...tracing import stands_in
-from .part import PLAIN, Gradients, Part, Quantizers, no_gradients
+from .part import PLAIN, PLAIN_WITH_OUTPUT, Gradients, Part, Wanted, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
 
@@ -174,16 +174,12 @@ class Pipeline(FusedOperation):
             elif given["next_op_input_quantizer"] is not None and own.stop == len(basic_op_ctxs):
                 quantizer = given["next_op_input_quantizer"]
             extras = given["basic_op_extra_inputs"][own]
-            y, outputs = part.forward(ctxs, y, extras, save_input=save_input, quantizer=quantizer)
+            y, outputs = part.forward(ctxs, y, extras, save_input, quantizer)
             extra_outputs += outputs
         return y, extra_outputs
 
     def fuser_backward(
-        self,
-        basic_op_ctxs: Contexts,
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: ExtraTensors,
+        self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         inputs = self._recomputed_inputs(basic_op_ctxs) if self._any_early else None
         # The part behind and its place, if the gradients of its parameters wait for its input.
@@ -206,14 +202,11 @@ class Pipeline(FusedOperation):
                 of_dx = before.part.grad_output_quantizer(basic_op_ctxs[before.own])
             if behind is not None and want and not is_watched():
                 of_output = behind.part.recomputed_input_quantizer(basic_op_ctxs[behind.own])
-            quantized = of_dx is not None or of_output is not None
+            wanted = PLAIN_WITH_OUTPUT if want else PLAIN
+            if of_dx is not None or of_output is not None:
+                wanted = Wanted(of_dx, of_output, want)
             dx, grads, extra_inputs[span], output = part.backward(
-                ctxs,
-                dy,
-                x,
-                basic_op_grad_extra_outputs[span],
-                want_output=want,
-                quantizers=Quantizers(of_dx, of_output) if quantized else PLAIN,
+                ctxs, dy, x, basic_op_grad_extra_outputs[span], wanted
             )
             if waiting is not None:
                 parameters[waiting[1]] = waiting[0].parameter_grads(*waiting[2:], output)

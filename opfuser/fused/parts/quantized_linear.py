@@ -17,7 +17,7 @@ from ...basic._distributed import (
 from ...basic._weight_grad import ScaledProduct, WeightGradient
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
-from ...context import Contexts, ExtraTensors, OperationContext
+from ...context import Contexts, Extras, OperationContext
 from ...fusion import Env
 from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes, amax_of
@@ -133,14 +133,8 @@ class QuantizedLinearPart(LinearPart):
         return not self.recomputed and self.recipe.wgrad == "fp8" and not gathers
 
     def forward(
-        self,
-        ctxs: Contexts,
-        x: Any,
-        extra_inputs: ExtraTensors,
-        *,
-        save_input: bool,
-        quantizer: Quantizer | None = None,
-    ) -> tuple[Tensor, ExtraTensors]:
+        self, ctxs: Contexts, x: Any, extras: Extras, save_input: bool, quantizer: Quantizer | None
+    ) -> tuple[Tensor, Extras]:
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
         local, w = self.linear.operands(ctx, x, save=False, gather=False, codes=True)
@@ -173,7 +167,7 @@ class QuantizedLinearPart(LinearPart):
         nothing = [()] * len(self.ops)
         if self.add is None:
             return y, nothing
-        (z,) = extra_inputs[-1]
+        (z,) = extras[-1]
         assert z is not None
         return self.add.reference(y, z), nothing
 

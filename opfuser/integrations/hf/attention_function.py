@@ -13,7 +13,7 @@ from torch.func import functional_call
 from opfuser import DotProductAttention
 
 from ...attention.masks import hides_queries
-from ...errors import NotSupportedError, explain
+from ...errors import NotSupportedError
 from ...libraries import required
 from ...reading.recording import is_tracing
 from ...torch_internals import constant_result
@@ -181,12 +181,10 @@ def _check(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
             why = "a mask that hides all keys of a query by large numbers, with gradients enabled"
             remedy = "Pass a bool mask, True where a key is seen, or hide keys by -inf"
     if why:
-        raise NotSupportedError(
-            explain(
-                "Attention returns no weights, reads keys that it is given, and differentiates "
-                "queries, keys, values, sinks and biases of positions alone",
-                where=f"attn_implementation={NAME!r}",
-                received=why,
-                remedy=remedy,
-            )
+        raise NotSupportedError.explained(
+            "Attention returns no weights, reads keys that it is given, and differentiates "
+            "queries, keys, values, sinks and biases of positions alone",
+            where=f"attn_implementation={NAME!r}",
+            received=why,
+            remedy=remedy,
         )

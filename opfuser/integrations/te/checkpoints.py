@@ -16,7 +16,7 @@ from opfuser import (
     Linear,
     Sequential,
 )
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 from opfuser.op.fusible import RESTORED_CHILDREN
 from opfuser.quantization.te_scales import te_scales
 
@@ -102,12 +102,10 @@ def _is_scale(name: str) -> bool:
 
 def _refuse_codes(module: nn.Module, path: str) -> None:
     if isinstance(module, (BasicLinear, Linear)) and module.weight_format is not None:
-        raise NotSupportedError(
-            explain(
-                "A weight that is stored as codes has another form in Transformer Engine",
-                where=path.removesuffix("."),
-                remedy="Take read_weight() of it",
-            )
+        raise NotSupportedError.explained(
+            "A weight that is stored as codes has another form in Transformer Engine",
+            where=path.removesuffix("."),
+            remedy="Take read_weight() of it",
         )
 
 

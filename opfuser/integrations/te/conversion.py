@@ -10,7 +10,7 @@ from torch import nn
 from opfuser import FusibleOperation, Sequential
 from opfuser.change_tracking import has_hooks
 from opfuser.engine.routing import PrivateChannel
-from opfuser.errors import ArgumentTypeError, NotSupportedError, explain
+from opfuser.errors import ArgumentTypeError, NotSupportedError
 from opfuser.libraries import required
 
 from .linear_modules import (
@@ -78,12 +78,10 @@ def from_te(module: nn.Module, *, rotary_base: float | None = None) -> Sequentia
     found = MODULES.get(kind)
     if found is None:
         names = sorted({*MODULES, *OPERATIONS, "Sequential"})
-        raise NotSupportedError(
-            explain(
-                f"from_te converts {', '.join(names)} of Transformer Engine",
-                received=f"{type(module).__module__}.{type(module).__qualname__}",
-                remedy="Convert its modules one by one",
-            )
+        raise NotSupportedError.explained(
+            f"from_te converts {', '.join(names)} of Transformer Engine",
+            received=f"{type(module).__module__}.{type(module).__qualname__}",
+            remedy="Convert its modules one by one",
         )
     options = (
         TransformerLayerOptions.read(module, rotary_base)
@@ -138,12 +136,10 @@ def to_te(sequence: nn.Module) -> Any:
             sequence of a module has been changed since.
     """
     if not isinstance(sequence, Sequential):
-        raise ArgumentTypeError(
-            explain(
-                "to_te converts a Sequential",
-                received=type(sequence).__name__,
-                remedy="Wrap an operation: to_te(Sequential(operation))",
-            )
+        raise ArgumentTypeError.explained(
+            "to_te converts a Sequential",
+            received=type(sequence).__name__,
+            remedy="Wrap an operation: to_te(Sequential(operation))",
         )
     engine, classes = (
         required(f"transformer_engine.pytorch{name}", "to_te", "opfuser[te]")
@@ -157,12 +153,10 @@ def _sequence_to_te(sequence: Sequential, engine: Any, classes: Any, path: tuple
     refused = {"recipe": sequence.recipe is not None, "hooks": has_hooks(sequence)}
     for name, wrong in {**refused, "subclass": type(sequence) is not Sequential}.items():
         if wrong:
-            raise NotSupportedError(
-                explain(
-                    f"A sequence of te.ops has no counterpart of a {name.removesuffix('s')}",
-                    where=where,
-                    received=f"a {type(sequence).__name__} with {name}",
-                )
+            raise NotSupportedError.explained(
+                f"A sequence of te.ops has no counterpart of a {name.removesuffix('s')}",
+                where=where,
+                received=f"a {type(sequence).__name__} with {name}",
             )
     options = options_of(sequence)
     if options is not None:
@@ -192,13 +186,11 @@ def _module_to_te(sequence: Sequential, options: Options, engine: Any) -> Any:
     made, found = _shape(fresh), _shape(sequence)
     if made != found:
         names = [f"{name} ({kind})" for name, kind, _ in found if (name, kind, _) not in made]
-        raise NotSupportedError(
-            explain(
-                "A sequence that stands for a module must have the operations it was made with",
-                where=options.te_name,
-                received=", ".join(names) or "fewer",
-                remedy="to_te(Sequential(*sequence)) converts them one by one",
-            )
+        raise NotSupportedError.explained(
+            "A sequence that stands for a module must have the operations it was made with",
+            where=options.te_name,
+            received=", ".join(names) or "fewer",
+            remedy="to_te(Sequential(*sequence)) converts them one by one",
         )
     where: Any = {"device": parameter.device, "params_dtype": parameter.dtype}
     arguments = options.te_arguments()

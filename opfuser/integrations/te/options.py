@@ -11,7 +11,7 @@ from torch import nn
 
 from opfuser import Sequential
 from opfuser.change_tracking import has_hooks
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 
 __all__ = [
     "Options",
@@ -125,13 +125,11 @@ def values_of(module: nn.Module, *options: str) -> dict[str, Any]:
 
 def refuse_option(where: str, option: str, value: object, remedy: str = "") -> None:
     """Raises NotSupportedError for an option without counterpart."""
-    raise NotSupportedError(
-        explain(
-            f"No operation does what {option} asks for",
-            where=where,
-            received=f"{option}={value!r}",
-            remedy=remedy,
-        )
+    raise NotSupportedError.explained(
+        f"No operation does what {option} asks for",
+        where=where,
+        received=f"{option}={value!r}",
+        remedy=remedy,
     )
 
 
@@ -160,12 +158,10 @@ def refuse_delay(module: Any) -> None:
 def refuse_hooks(module: nn.Module, path: str = "") -> None:
     """Raises NotSupportedError for hooks of ``module``, which a sequence would not run."""
     if has_hooks(module):
-        raise NotSupportedError(
-            explain(
-                "Hooks of a module are not carried over",
-                where=f"{type(module).__name__}, {path}" if path else type(module).__name__,
-                remedy="Remove them, convert, and register them on what came out",
-            )
+        raise NotSupportedError.explained(
+            "Hooks of a module are not carried over",
+            where=f"{type(module).__name__}, {path}" if path else type(module).__name__,
+            remedy="Remove them, convert, and register them on what came out",
         )
 
 
@@ -175,12 +171,10 @@ def refuse_parameters(module: nn.Module) -> None:
         refuse_hooks(inner, path)
         for name, parameter in inner.named_parameters(recurse=False):
             if is_of_te(parameter):
-                raise NotSupportedError(
-                    explain(
-                        "Parameters are shared with the sequence, and must be plain tensors",
-                        where=f"{type(module).__name__}, {path}" if path else type(module).__name__,
-                        received=f"{name}, a {type(parameter).__name__}",
-                        remedy="Make the module outside of quantized_model_init; "
-                        "opfuser.quantized_model_init has weights in FP8",
-                    )
+                raise NotSupportedError.explained(
+                    "Parameters are shared with the sequence, and must be plain tensors",
+                    where=f"{type(module).__name__}, {path}" if path else type(module).__name__,
+                    received=f"{name}, a {type(parameter).__name__}",
+                    remedy="Make the module outside of quantized_model_init; "
+                    "opfuser.quantized_model_init has weights in FP8",
                 )

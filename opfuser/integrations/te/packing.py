@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opfuser import BasicOperation, OperationContext
-from opfuser.errors import ArgumentError, InputError, explain
+from opfuser.errors import ArgumentError, InputError
 
 __all__ = ["DeinterleaveHeads", "SwapSequenceAndBatch"]
 
@@ -44,12 +44,10 @@ class DeinterleaveHeads(BasicOperation):
     def make_settings(self) -> DeinterleaveHeads.Settings:
         heads, groups = self.num_heads, self.num_kv_heads
         if groups < 1 or heads < 1 or heads % groups:
-            raise ArgumentError(
-                explain(
-                    "num_heads must be a positive multiple of num_kv_heads",
-                    where="DeinterleaveHeads",
-                    received=f"num_heads={heads}, num_kv_heads={groups}",
-                )
+            raise ArgumentError.explained(
+                "num_heads must be a positive multiple of num_kv_heads",
+                where="DeinterleaveHeads",
+                received=f"num_heads={heads}, num_kv_heads={groups}",
             )
         return self.Settings(heads, groups)
 
@@ -75,12 +73,10 @@ class DeinterleaveHeads(BasicOperation):
 
     def _pack(self, x: Tensor, heads: int, groups: int) -> Tensor:
         if not x.dim() or x.shape[-1] % (heads + 2 * groups):
-            raise InputError(
-                explain(
-                    "The last dimension must hold heads of one size",
-                    where="DeinterleaveHeads",
-                    received=f"shape {tuple(x.shape)} for {heads + 2 * groups} heads",
-                )
+            raise InputError.explained(
+                "The last dimension must hold heads of one size",
+                where="DeinterleaveHeads",
+                received=f"shape {tuple(x.shape)} for {heads + 2 * groups} heads",
             )
         each = heads // groups
         size = x.shape[-1] // (heads + 2 * groups)
@@ -120,11 +116,9 @@ class SwapSequenceAndBatch(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         if input_.dim() < 2:
-            raise InputError(
-                explain(
-                    "The input must have the dimensions of sequence and batch",
-                    where="SwapSequenceAndBatch",
-                    received=f"shape {tuple(input_.shape)}",
-                )
+            raise InputError.explained(
+                "The input must have the dimensions of sequence and batch",
+                where="SwapSequenceAndBatch",
+                received=f"shape {tuple(input_.shape)}",
             )
         return input_.transpose(0, 1)

@@ -17,7 +17,7 @@ from opfuser import (
     RotaryEmbedding,
     Sequential,
 )
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 
 from .linear_modules import (
     Device,
@@ -310,25 +310,21 @@ class TransformerLayerOptions(Options):
                          for n in heads]  # fmt: skip
         wrong = [f"{name}={got!r}, not {want!r}" for name, got, want in expected if got != want]
         if wrong:
-            raise NotSupportedError(
-                explain(
-                    "The modules of a layer must have the options that the layer was made with",
-                    where="TransformerLayer",
-                    received=", ".join(wrong),
-                    remedy="Convert its modules one by one",
-                )
+            raise NotSupportedError.explained(
+                "The modules of a layer must have the options that the layer was made with",
+                where="TransformerLayer",
+                received=", ".join(wrong),
+                remedy="Convert its modules one by one",
             )
 
     def te_arguments(self) -> dict[str, Any]:
         if self.rotary_base is not None:
-            raise NotSupportedError(
-                explain(
-                    "A layer there has no rotary positions of its own: calls pass them",
-                    where=type(self).__name__,
-                    received=f"rotary_base={self.rotary_base!r}",
-                    remedy="Build the sequence without rotary_base, and pass rotary_pos_emb to the "
-                    "layer",
-                )
+            raise NotSupportedError.explained(
+                "A layer there has no rotary positions of its own: calls pass them",
+                where=type(self).__name__,
+                received=f"rotary_base={self.rotary_base!r}",
+                remedy="Build the sequence without rotary_base, and pass rotary_pos_emb to the "
+                "layer",
             )
         return {name: value for name, value in vars(self).items() if name != "rotary_base"}
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ...errors import NotSupportedError, explain
+from ...errors import NotSupportedError
 from ...fusion import Refusal
 from .kernels import Existing
 
@@ -121,11 +121,8 @@ class Todo(NamedTuple):
         try:
             yaml: Any = importlib.import_module("yaml")
         except ImportError as error:
-            raise NotSupportedError(
-                explain(
-                    "An audit is written by PyYAML",
-                    remedy="Install opfuser[tools]",
-                )
+            raise NotSupportedError.explained(
+                "An audit is written by PyYAML", remedy="Install opfuser[tools]"
             ) from error
 
         # The one in C, where PyYAML was built with it.
