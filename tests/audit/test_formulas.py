@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser
-from opfuser.report.audit.finding import find
-from opfuser.report.audit.formulas import Found
+from opfuser.report.audit.finding import Found, find
 from opfuser.report.audit.tracing import trace
 
 D = 6
@@ -113,7 +112,6 @@ WRITTEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, Callable[[Any, Te
         "quick_gelu",
         lambda m, x: x * torch.sigmoid(1.702 * x),
     ),
-    "silu by exp": (lambda m, x: x / (1 + torch.exp(-x)), "silu", lambda m, x: F.silu(x)),
     "squared relu": (
         lambda m, x: torch.square(F.relu(x)),
         "squared_relu",
@@ -173,7 +171,7 @@ NOT_THESE: dict[str, Callable[[Any, Tensor], Tensor]] = {
         [m.w * (x * (inverse := torch.rsqrt(rms(x)))), inverse.expand(x.shape)]
     ),
     "the mean is of cubes": lambda m, x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6),
-    "the sum is with 2": lambda m, x: x / (2 + torch.exp(-x)),
+    "an activation of what is doubled": lambda m, x: (2 * x) * torch.sigmoid(x),
     "another constant": lambda m, x: 0.5 * x * (1 + torch.tanh(0.7 * (x + 0.044715 * x**3))),
     "weights are normalised, not scores": lambda m, x: (x @ x.mT).sigmoid() @ x,
     "another tensor turns": lambda m, x: x * m.w + rotated(x.cos()) * m.b,

@@ -22,8 +22,7 @@ from ..target import Target, failed
 from . import segments
 from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
 from .estimates import Cost, of_nodes, of_sequence, only, unfused
-from .finding import find
-from .formulas import Found
+from .finding import Found, find
 from .kernels import KNOWN, Existing, advice, look_up
 from .operations import operation
 from .remedies import Tried, places_of, tried, written

@@ -15,10 +15,9 @@ from ...fusion import Stage
 from ...op import BasicOperation, FusedOperation
 from ...sequential import Sequential
 from .estimates import like
-from .formulas import Found
+from .finding import Found
 from .operations import GATED, operation
-from .patterns import VIEWS
-from .tracing import Trace, facts_of, name_of
+from .tracing import VIEWS, Trace, facts_of, name_of
 
 __all__ = [
     "Chain",

@@ -31,7 +31,7 @@ from ...basic import (
 from ...linear import Linear
 from ...merged_linear import MergedLinear
 from ..target import moved
-from .formulas import Found
+from .finding import Found
 from .tracing import facts_of
 
 __all__ = ["GATED", "operation"]
@@ -93,16 +93,13 @@ def _operation(f: Found) -> nn.Module | None:
     weight = facts_of(values.get("weight"))
     if weight is None or weight.shape != size or f.kind not in ("layer_norm", "rms_norm"):
         return None
-    eps = values.get("eps")
+    eps = values["eps"]
     if f.kind == "rms_norm":
         centred = bool(values.get("zero_centered_gamma"))
-        if eps is None:  # as in torch: of the dtype that it accumulates in
-            wide = result.dtype == torch.float64
-            eps = torch.finfo(torch.float64 if wide else torch.float32).eps
         return RMSNorm(size, eps=eps, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
     if values.get("bias") is None:
         return None
-    return LayerNorm(size, eps=1e-5 if eps is None else eps, **how)  # type: ignore[arg-type]
+    return LayerNorm(size, eps=eps, **how)  # type: ignore[arg-type]
 
 
 def _width(f: Found) -> int:

@@ -14,7 +14,7 @@ from ..conversion import CONVERSIONS
 from ..kernel_counts import counting
 from ..target import Target
 from .chains import Chain, parts_of, residuals
-from .formulas import Found
+from .finding import Found
 from .segments import expression
 from .sequences import blocked
 from .tracing import Place, Trace, name_of, trace

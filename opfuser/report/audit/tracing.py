@@ -21,7 +21,13 @@ from ...sequential import Sequential
 from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed
 
-__all__ = ["Facts", "Place", "Trace", "facts_of", "name_of", "tensors_of", "trace"]
+__all__ = [
+    "CASTS", "VIEWS", "Facts", "Place", "Trace",
+    "facts_of", "is_in_place", "item", "name_of", "tensors_of", "trace",
+]  # fmt: skip
+
+CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous"})
+VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 
 class Facts(NamedTuple):
@@ -192,7 +198,7 @@ class _Recorder(TorchFunctionMode):
         # Such as x.to() of the dtype that x has: nothing is called. Under no_grad,
         # requires_grad_() and the like change nothing either.
         unchanged = made and all(any(t is g for g in given) for t in made)
-        if unchanged and op == "call_function" and not _in_place(target):
+        if unchanged and op == "call_function" and not is_in_place(target):
             return None
         if getattr(target, "__name__", "") == "__get__":  # of a property
             target, args = getattr, (*args[:1], target.__self__.__name__)
@@ -209,9 +215,9 @@ class _Recorder(TorchFunctionMode):
             self._note(out, node, given)
             return node
         for n, t in enumerate(made):
-            item = self.graph.call_function(_item, (node, n))
-            item.meta.update(node.meta, writes=False)
-            self._note(t, item, given)
+            part = self.graph.call_function(item, (node, n))
+            part.meta.update(node.meta, writes=False)
+            self._note(t, part, given)
         return node
 
     def _node(self, value: Any) -> Any:
@@ -251,12 +257,13 @@ class _Recorder(TorchFunctionMode):
         return Place(path, type(module).__name__, tuple(stack))
 
 
-def _item(values: Any, n: int) -> Any:
+def item(values: Any, n: int) -> Any:
     """One of several tensors that a node returns."""
     return values[n]
 
 
-def _in_place(target: Any) -> bool:
+def is_in_place(target: Any) -> bool:
+    """Whether a function writes to its first argument."""
     name = target.__name__
     if name.startswith("__"):
         return name in ("__setitem__",) or name.startswith("__i")
