@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...reading.activations import activations_in
@@ -31,7 +32,7 @@ class Formula(NamedTuple):
 
     kind: str
     inputs: tuple[Value, ...]
-    operands: dict[str, Any] = {}
+    operands: Mapping[str, Any] = MappingProxyType({})
     others: tuple[Value, ...] = ()
 
 
@@ -80,9 +81,9 @@ def _activation(values: Values, v: Value) -> Iterator[Formula]:
             continue
         if not others and name in _PLAIN:
             yield Formula(_PLAIN[name], (act.x,))
-        elif len(others) == 1 and name in _GATED and others[0].shape == act.x.shape:
-            if others[0].origin != "parameter":
-                yield Formula(_GATED[name], (act.x, *others))
+        shapes = [v.shape for v in others if v.origin != "parameter"]
+        if shapes == [act.x.shape] and name in _GATED and len(others) == 1:
+            yield Formula(_GATED[name], (act.x, *others))
 
 
 def _attention(values: Values, v: Value) -> Iterator[Formula]:
