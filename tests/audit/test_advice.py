@@ -102,6 +102,9 @@ FORMULAS: dict[str, tuple[Function, Function]] = {
         lambda m, x: opfuser.GEGLU()(x),
     ),
     "reglu": (lambda m, x: F.relu(halves(x)[0]) * halves(x)[1], lambda m, x: opfuser.ReGLU()(x)),
+    "sreglu": (
+        lambda m, x: F.relu(halves(x)[0]) ** 2 * halves(x)[1], lambda m, x: opfuser.SReGLU()(x),
+    ),
     "glu": (
         lambda m, x: torch.sigmoid(halves(x)[0]) * halves(x)[1],
         lambda m, x: F.glu(swapped(x)),

@@ -107,8 +107,11 @@ class _Finder:
         elif op == "call_function":
             # What writes to its first argument has its result from here on.
             op = name_of(node) if is_in_place(function) else name_in_torch(function)  # type: ignore[arg-type]
-        given = map_leaves(lambda leaf: self.values.get(leaf, leaf), (args, node.kwargs))
-        return Node(op, function, *given, "")  # type: ignore[arg-type]
+        args, kwargs = map_leaves(self._value_of, (args, node.kwargs))
+        return Node(op, function, args, kwargs, "")  # type: ignore[arg-type]
+
+    def _value_of(self, leaf: Any) -> Any:
+        return self.values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
 
     def found_at(self, node: fx.Node) -> Found | None:
         """The operation whose result a node is."""
@@ -124,8 +127,9 @@ class _Finder:
             if values.peel(value) is value:
                 found = (self._found(f, node, values) for f in formulas_of(values, value))
                 one = next((one for one in found if one is not None), None)
-                is_norm = one is not None and one.kind in ("layer_norm", "rms_norm")
-                return (_of_embedding(one, self.order) or one) if is_norm else one
+                if one is not None and one.kind in ("layer_norm", "rms_norm"):
+                    return _of_embedding(one, self.order) or one
+                return one
         return None
 
     def _found(self, formula: Formula, node: fx.Node, values: Values) -> Found | None:

@@ -17,7 +17,7 @@ from ...reading.products import product_of
 from ...reading.projections import linear_of, vector_of
 from ...reading.values import Values
 
-__all__ = ["Formula", "formulas_of"]
+__all__ = ["ACTIVATIONS", "Formula", "formulas_of"]
 
 
 class Formula(NamedTuple):
@@ -63,27 +63,30 @@ def _linear(values: Values, v: Value) -> Iterator[Formula]:
         yield Formula("linear", (found.x,), operands)
 
 
-_PLAIN = {
-    "gelu": "gelu", "gelu by tanh": "gelu_tanh", "quick gelu": "quick_gelu", "relu": "relu",
-    "sigmoid": "sigmoid", "silu": "silu", "squared relu": "squared_relu", "tanh": "tanh",
-}  # fmt: skip
-_GATED = {
-    "gelu": "geglu_exact", "gelu by tanh": "geglu", "quick gelu": "qgeglu", "relu": "reglu",
-    "sigmoid": "glu", "silu": "swiglu",
-}  # fmt: skip
+# By the name of an activation: its kind, and that of its product with another tensor.
+ACTIVATIONS = {
+    "gelu": ("gelu", "geglu_exact"),
+    "gelu by tanh": ("gelu_tanh", "geglu"),
+    "quick gelu": ("quick_gelu", "qgeglu"),
+    "relu": ("relu", "reglu"),
+    "sigmoid": ("sigmoid", "glu"),
+    "silu": ("silu", "swiglu"),
+    "squared relu": ("squared_relu", "sreglu"),
+    "tanh": ("tanh", ""),
+}
 
 
 def _activation(values: Values, v: Value) -> Iterator[Formula]:
     found = activations_in(values, product_of(values, v, None))
     for act in sorted(found, key=lambda one: len(one.rest.values)):
-        name, others = act.activation.name, act.rest.values
+        plain, gated = ACTIVATIONS.get(act.activation.name, ("", ""))
+        shapes = [v.shape for v in act.rest.values if v.origin != "parameter"]
         if not math.isclose(act.rest.factor, 1.0):
             continue
-        if not others and name in _PLAIN:
-            yield Formula(_PLAIN[name], (act.x,))
-        shapes = [v.shape for v in others if v.origin != "parameter"]
-        if shapes == [act.x.shape] and name in _GATED and len(others) == 1:
-            yield Formula(_GATED[name], (act.x, *others))
+        if plain and not act.rest.values:
+            yield Formula(plain, (act.x,))
+        elif gated and shapes == [act.x.shape] and len(act.rest.values) == 1:
+            yield Formula(gated, (act.x, *act.rest.values))
 
 
 def _attention(values: Values, v: Value) -> Iterator[Formula]:
@@ -130,7 +133,7 @@ def _rotary(values: Values, v: Value) -> Iterator[Formula]:
             if isinstance(x, Value) and values.term(x).op == "view_as_complex":
                 yield Formula("rotary_embedding", (values.term(x).args[0], turns))
         return
-    terms = [values.term(a) for a in args] if op == "add" and len(_operands(args)) == 2 else ()
+    terms = [values.term(a) for a in _operands(args)] if op == "add" else []
     if [t.op for t in terms] != ["mul", "mul"]:
         return
     for straight, crossed in (terms, terms[::-1]):
