@@ -75,6 +75,13 @@ WRITTEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, Callable[[Any, Te
         "attention",
         lambda m, x: attended(x),
     ),
+    "attention by einsum": (
+        lambda m, x: torch.einsum(
+            "bqk,bkd->bqd", torch.einsum("bqd,bkd->bqk", x / ROOT, x).softmax(2), x
+        ),
+        "attention",
+        lambda m, x: attended(x),
+    ),
     "attention, bmm and baddbmm": (
         lambda m, x: (
             torch.baddbmm(
@@ -128,6 +135,18 @@ NOT_THESE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("why", NOT_THESE)
 def test_does_not_find_what_only_looks_like_it(why: str) -> None:
     assert found_in(Written(NOT_THESE[why]), torch.randn(2, 3, D, dtype=torch.float64)) == []
+
+
+def test_rotary_positions_by_complex_numbers() -> None:
+    def turned(m: Any, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        turns = torch.polar(m.w[:3], m.b[:3])
+        return torch.view_as_real(pairs * turns).flatten(2).type_as(x)
+
+    (found,) = found_in(Written(turned), torch.randn(2, 3, D, dtype=torch.float64))
+    assert found.kind == "rotary_embedding"
+    assert [n.meta["facts"].shape for n in found.inputs] == [(2, 3, D), (3,)]
+    assert len(found.launches) == 2  # a cast and a product
 
 
 def test_multi_head_attention_that_returns_its_weights() -> None:

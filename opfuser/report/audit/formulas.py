@@ -9,12 +9,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...reading.activations import activations_in
+from ...reading.arguments import Term
 from ...reading.dataflow import Value
 from ...reading.kept import KeptError
 from ...reading.norms import norm_of
 from ...reading.operations import Linear, Norm
 from ...reading.products import product_of
 from ...reading.projections import linear_of, vector_of
+from ...reading.replay import source_of
 from ...reading.values import Values
 
 __all__ = ["ACTIVATIONS", "Formula", "formulas_of"]
@@ -130,8 +132,10 @@ def _rotary(values: Values, v: Value) -> Iterator[Formula]:
     if op == "view_as_real":
         op, args = values.term(args[0])
         for x, turns in (args, args[::-1]) if op == "mul" else ():
-            if isinstance(x, Value) and values.term(x).op == "view_as_complex":
-                yield Formula("rotary_embedding", (values.term(x).args[0], turns))
+            pairs = values.term(x) if isinstance(x, Value) else Term("", ())
+            source = source_of(values, pairs.args[0]) if pairs.op == "view_as_complex" else None
+            if source is not None:
+                yield Formula("rotary_embedding", (source, turns))
         return
     terms = [values.term(a) for a in _operands(args)] if op == "add" else []
     if [t.op for t in terms] != ["mul", "mul"]:
