@@ -34,7 +34,7 @@ from .plain_modules import (
 )
 from .reads import is_hooked
 
-__all__ = ["ACTIVATIONS", "build"]
+__all__ = ["ACTIVATIONS", "GATED", "build"]
 
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "gelu": lambda: basic.GELU("none"),
@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "squared relu": basic.SReLU,
     "tanh": basic.Tanh,
 }
-_GATED: dict[str, Callable[..., nn.Module]] = {
+GATED: dict[str, Callable[..., nn.Module]] = {
     "gelu by tanh": basic.GEGLU,
     "quick gelu": basic.QGEGLU,
     "relu": basic.ReGLU,
@@ -203,7 +203,7 @@ class _Construction(Built):
         blocks: dict[str, Any] = {"glu_interleave_size": 1} if op.interleaved else {}
         if op.limit is not None and name in _FACTORS:
             return [basic.ClampedSwiGLU(**blocks, **_clamps(op))]
-        made = None if op.activation.constants or op.limit is not None else _GATED.get(name)
+        made = None if op.activation.constants or op.limit is not None else GATED.get(name)
         if made is None or (blocks and made is not basic.SwiGLU):
             raise KeptError(f"opfuser has no operation that gates by {name}")
         return [made(**blocks)]

@@ -142,12 +142,18 @@ def _product(values: Values, x: Any, weight: Any) -> LinearFound | None:
     if matrix.meta.dtype != weight.meta.dtype:  # what is cast is not the parameter itself
         return None
     in_features, out_features = weight.shape
-    whole = torch.arange(in_features * out_features)
-    if matrix is weight:
-        return LinearFound(Linear(matrix.name, None, in_features, out_features, True), x)
-    if not torch.equal(origin_of(weight, matrix), whole.view(out_features, in_features).T):
+    if matrix is not weight and not _is_transposed(weight, matrix):
         return None
-    return LinearFound(Linear(matrix.name, None, in_features, out_features), x)
+    linear = Linear(matrix.name, None, in_features, out_features, matrix is weight)
+    return LinearFound(linear, x)
+
+
+def _is_transposed(weight: Value, matrix: Value) -> bool:
+    node = weight.node
+    if node is not None and node.op in ("t", "T", "mT") and node.args[0] is matrix:
+        return True
+    whole = torch.arange(matrix.meta.numel(), device="cpu").view(matrix.shape)
+    return torch.equal(origin_of(weight, matrix), whole.T)
 
 
 def _with_bias(values: Values, found: LinearFound | None, bias: Any) -> LinearFound | None:

@@ -27,8 +27,8 @@ class Conversion(NamedTuple):
 
     Attributes:
         call: as users write it.
-        convert: returns a model that is converted so, or None if the call replaces nothing, given
-            the inputs of a call. It shares parameters with the model, which does not change.
+        convert: returns a model that is converted so, or None if the call is for other models,
+            given the inputs of a call. It shares parameters with the model, which does not change.
         only_for: names of the fused operations that need it; empty for any.
     """
 
@@ -80,8 +80,10 @@ def no_sequences(target: Target, otherwise: str = "") -> TargetError:
 
 def _remedy(target: Target) -> str:
     for conversion in CONVERSIONS:
-        count = conversion.tried(target, lambda other: len(plans(other)))
-        if count:
+        made = conversion.tried(target, lambda other: list(plans(other).values())) or []
+        count = len(made)
+        # One operation alone has nothing to fuse with.
+        if any(len(plan.basic_ops) > 1 for plan in made):
             return (
                 f"Convert it where it is built: with {conversion.call} it calls "
                 f"{counted(count, 'Sequential')}"
@@ -115,21 +117,30 @@ def _from_torch(model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module | Non
     return None
 
 
-def _applied(model: nn.Module, inputs: tuple[Tensor, ...], *, fused_loss: bool) -> nn.Module | None:
-    if not any(type(m).__module__.startswith("transformers.") for m in model.modules()):
+def _applied(
+    model: nn.Module, inputs: tuple[Tensor, ...], *, hugging_face: bool, fused_loss: bool = False
+) -> nn.Module | None:
+    of_transformers = (type(m).__module__.startswith("transformers.") for m in model.modules())
+    if any(of_transformers) is not hugging_face:
         return None
     other: nn.Module = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     computed = apply(other, example=inputs, fused_loss=fused_loss).computed
     losses = ("CrossEntropy" in done.operations for done in computed)
-    return other if (any(losses) if fused_loss else computed) else None
+    return other if any(losses) or not fused_loss else None
 
 
+_LOSS = frozenset({"linear_cross_entropy"})
 CONVERSIONS = (
     Conversion("opfuser.from_torch(model)", _from_torch),
-    Conversion("opfuser.hf.apply(model)", partial(_applied, fused_loss=False)),
-    Conversion(
-        "opfuser.hf.apply(model, fused_loss=True)",
-        partial(_applied, fused_loss=True),
-        frozenset({"linear_cross_entropy"}),
+    *(
+        conversion
+        for call, applied in (
+            ("opfuser.hf.apply(model", partial(_applied, hugging_face=True)),
+            ("opfuser.apply(model", partial(_applied, hugging_face=False)),
+        )
+        for conversion in (
+            Conversion(f"{call})", applied),
+            Conversion(f"{call}, fused_loss=True)", partial(applied, fused_loss=True), _LOSS),
+        )
     ),
 )

@@ -102,6 +102,9 @@ FORMULAS: dict[str, tuple[Function, Function]] = {
         lambda m, x: opfuser.GEGLU()(x),
     ),
     "reglu": (lambda m, x: F.relu(halves(x)[0]) * halves(x)[1], lambda m, x: opfuser.ReGLU()(x)),
+    "sreglu": (
+        lambda m, x: F.relu(halves(x)[0]) ** 2 * halves(x)[1], lambda m, x: opfuser.SReGLU()(x),
+    ),
     "glu": (
         lambda m, x: torch.sigmoid(halves(x)[0]) * halves(x)[1],
         lambda m, x: F.glu(swapped(x)),
@@ -170,7 +173,7 @@ class Rewritten(nn.Module):
         self.first, self.second = (eval(codes[name], {"opfuser": opfuser}) for name in "01")
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(self.second(*self.first(x)))
+        return torch.sin(torch.sin(self.second(torch.sin(self.first(x)))))
 
 
 class Sine(nn.Sequential):
@@ -180,7 +183,18 @@ class Sine(nn.Sequential):
         return torch.sin(super().forward(x))
 
 
+class SineBlock(Block):
+    """Something that no operation computes is behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(super().forward(x))
+
+
 def own_forward() -> nn.Module:
+    return Sine(SineBlock(), SineBlock())
+
+
+def read_blocks() -> nn.Module:
     return Sine(Block(), Block())
 
 
@@ -238,6 +252,22 @@ def test_what_from_torch_replaces(make: Callable[[], nn.Module]) -> None:
     assert audit(opfuser.from_torch(model), [x]).missed_fusions == ()
 
 
+def test_what_apply_replaces_inside_of_a_model_of_ones_own() -> None:
+    model, x = on_meta(read_blocks), rows()
+    assert set(calls(model, x)) == {"opfuser.apply(model)"}
+    opfuser.apply(model, example=x)
+    assert audit(model, [x]).missed_fusions == ()
+
+
+def test_why_a_module_is_kept_is_said_beside_what_it_misses() -> None:
+    model, inputs = PLAIN["diffusion transformer"].build()
+    found = {name: text for (name, _), text in notes(audit(model, inputs).missed_fusions).items()}
+    keeps = "opfuser.apply(model) keeps model"
+    assert f"{keeps}.attention, which computes masked_fill, in the scores" in found["attention"]
+    assert f"{keeps}, which computes mul; " in found["activation_linear"]
+    assert "keeps" not in found["adaptive_layer_norm"]  # which no operation computes
+
+
 def test_what_is_no_sequence_as_a_whole_is_written_as_several() -> None:
     model, x = on_meta(own_forward), rows()
     assert set(calls(model, x)) == {""}
@@ -266,7 +296,10 @@ def test_what_was_written_so_computes_the_same() -> None:
 
 def test_from_torch_is_said_only_where_it_converts() -> None:
     model, x = on_meta(Mixed), rows()
-    assert set(calls(model, x)) == {""}
+    of_body = calls(model, x)["opfuser.apply(model)"]
+    assert {(name, place.partition(" ")[0]) for name, place in of_body} == {
+        ("norm_linear", "body.1"), ("activation_linear", "body.3"),
+    }  # fmt: skip
     model.body = opfuser.from_torch(model.body)
     left = calls(model, x)
     assert set(left) == {""}
@@ -293,7 +326,7 @@ def test_a_model_that_reads_values_is_not_changed() -> None:
 
     model, x = Reads(), torch.randn(2, 8, D, requires_grad=True)
     state = torch.get_rng_state()
-    assert set(calls(model, x)) == {""}
+    assert set(calls(model, x)) == {"opfuser.apply(model)"}
     assert model.count.num_batches_tracked == 1
     assert torch.equal(torch.get_rng_state(), state)
 

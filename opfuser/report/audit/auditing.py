@@ -22,8 +22,7 @@ from ..target import Target, failed
 from . import segments
 from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
 from .estimates import Cost, of_nodes, of_sequence, only, unfused
-from .finding import find
-from .formulas import Found
+from .finding import Found, find
 from .kernels import KNOWN, Existing, advice, look_up
 from .operations import operation
 from .remedies import Tried, places_of, tried, written
@@ -104,7 +103,8 @@ def _of_formula(f: Found, conversions: list[Tried], costs: dict[Any, Cost | None
         costs[key] = of_nodes(f.nodes, f.outputs, instead)
     ours = any(kernel.source == "opfuser" for kernel in KNOWN[f.kind])
     calls = [found.call for found in conversions if ours and found.computes(f.kind, f.nodes)]
-    notes = [f"computed by {len(ops)} functions of torch", *map(_replaces, calls[:1])]
+    notes = [f"computed by {len(ops)} functions of torch"]
+    notes += [_replaces(calls[0])] if calls else _kept(conversions, f.nodes) if ours else []
     return _site(entry, f.nodes, notes, costs[key])
 
 
@@ -124,8 +124,14 @@ def _of_chain(one: Fused, conversions: list[Tried], costs: dict[Any, Cost | None
         with torch.set_grad_enabled(one.part.differentiated):
             costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
     calls = [found.call for found in conversions if found.fuses(one.name, one.part)]
-    note = _replaces(calls[0]) if calls else f"write it as {written(one.whole)}"
-    return _site(entry, one.part.nodes, [note], costs[key])
+    instead = [f"write it as {written(one.whole)}", *_kept(conversions, one.part.nodes)]
+    notes = [_replaces(calls[0])] if calls else instead
+    return _site(entry, one.part.nodes, notes, costs[key])
+
+
+def _kept(conversions: list[Tried], nodes: Sequence[fx.Node]) -> list[str]:
+    """Why what computes a finding is not read as operations."""
+    return [why for found in conversions[-1:] if (why := found.why_not(nodes))]
 
 
 def _replaces(call: str) -> str:

@@ -15,10 +15,9 @@ from ...fusion import Stage
 from ...op import BasicOperation, FusedOperation
 from ...sequential import Sequential
 from .estimates import like
-from .formulas import Found
+from .finding import Found
 from .operations import GATED, operation
-from .patterns import VIEWS
-from .tracing import Trace, facts_of, name_of
+from .tracing import VIEWS, Trace, facts_of, name_of
 
 __all__ = [
     "Chain",
@@ -103,7 +102,7 @@ def merged(found: list[Found]) -> list[Found]:
         if len(group) < 2 or f not in group:
             out.append(f)
         elif f is group[-1]:
-            parts = sorted(group, key=lambda p: not _leads_to(p.output, gates))
+            parts = sorted(group, key=lambda p: p.output not in gates)
             nodes = tuple(node for p in group for node in p.nodes)
             outputs = [p.output for p in parts]
             out.append(
@@ -111,10 +110,6 @@ def merged(found: list[Found]) -> list[Found]:
                       {"parts": parts, "outputs": outputs})
             )  # fmt: skip
     return out
-
-
-def _leads_to(node: fx.Node, gates: set[fx.Node]) -> bool:
-    return node in gates
 
 
 def chains(found: list[Found], trace: Trace) -> list[Chain]:
@@ -233,15 +228,11 @@ def fused(found: list[Chain]) -> Iterator[Fused]:
 def _joined(part: slice, others: Iterable[slice]) -> slice:
     """The union of a part with those that overlap it, and with what overlaps these."""
     start, stop = part.start, part.stop
-    for other in (*sorted(others, key=_start)[::-1], *sorted(others, key=_start)):
+    in_order = sorted(others, key=lambda part: int(part.start))
+    for other in (*in_order[::-1], *in_order):
         if other.start < stop and start < other.stop:
             start, stop = min(start, other.start), max(stop, other.stop)
     return slice(start, stop)
-
-
-def _start(part: slice) -> int:
-    start: int = part.start
-    return start
 
 
 def residuals(chain: Chain) -> dict[int, Residual]:

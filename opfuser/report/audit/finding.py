@@ -1,92 +1,173 @@
-"""Operations in an FX graph: functions of torch, and formulas that are written out."""
+"""Operations in a trace: functions of torch, and formulas that are written out."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from ...op import BasicOperation, FusedOperation, FusibleOperation
 from ...op.kinds import must_be_called
-from .formulas import (
-    COMBINED,
-    WRITTEN_OUT,
-    Formula,
-    Found,
-    is_matrix,
-    is_vector,
-    matrix_operand,
-)
-from .patterns import CASTS, VIEWS, Binding, heads, is_altered, matches, uncast
-from .tracing import Trace, facts_of, name_of
+from ...reading.dataflow import Dataflow, Node, Origin, Value, map_leaves
+from ...reading.kept import KeptError
+from ...reading.replay import undisturbed
+from ...reading.torch_functions import name_of as name_in_torch
+from ...reading.values import Values
+from .formulas import Formula, formulas_of
+from .tracing import CASTS, VIEWS, Trace, facts_of, is_in_place, item, name_of
 
-__all__ = ["find"]
+__all__ = ["Found", "find"]
 
-_BY_HEAD = tuple((formula, heads(formula.pattern) or frozenset()) for formula in WRITTEN_OUT)
+_ORIGINS: dict[str, Origin] = {"placeholder": "input", "get_attr": "parameter"}
 
 
+class Found(NamedTuple):
+    """An operation of a model, by the nodes that compute it.
+
+    Attributes:
+        kind: as of :class:`.formulas.Formula`.
+        nodes: in the order of the graph.
+        output: the last of them.
+        inputs: tensors that it is computed from, the main one first; no parameters.
+        values: other operands by name: nodes of parameters, and numbers.
+    """
+
+    kind: str
+    nodes: tuple[fx.Node, ...]
+    output: fx.Node
+    inputs: tuple[fx.Node, ...]
+    values: dict[str, Any]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """What others may read: of linear operations that were merged, several."""
+        found: list[fx.Node] = self.values.get("outputs", [self.output])
+        return found
+
+    @property
+    def launches(self) -> list[fx.Node]:
+        """Its nodes without views."""
+        return [node for node in self.nodes if node.meta.get("writes")]
+
+
+@undisturbed()
 def find(trace: Trace) -> list[Found]:
     """The operations of a graph, in its order. Of formulas that overlap, the largest is found.
 
     A node belongs to one of them at most.
     """
-    order = {node: n for n, node in enumerate(trace.graph.nodes)}
-    claimed: dict[fx.Node, Found] = {}
-
-    def claim(found: Found) -> None:
-        for node in found.nodes:
-            claimed[node] = found
-            node.meta.pop("lifted", None)
-        found.output.meta["lifted"] = found
-
-    backwards = list(trace.graph.nodes)[::-1]
-    for node in backwards:
-        if node not in claimed:
-            found = _written_out(node, order)
-            if found is not None and not any(n in claimed for n in found.nodes):
-                claim(found)
-    for node in backwards[::-1]:
-        direct = None if node in claimed else _called(node) or _direct(node)
-        if direct is not None:
-            claim(direct)
-    for node in backwards:
-        combined = _combined(node, order)
-        if combined is not None:
-            claim(combined)
-    unique = {id(found): found for found in claimed.values()}
-    live = [f for f in unique.values() if f.output.meta.get("lifted") is f]
-    return sorted(live, key=lambda found: order[found.output])
+    finder = _Finder(trace.graph)
+    found: list[Found] = []
+    claimed: set[fx.Node] = set()
+    for node in list(trace.graph.nodes)[::-1]:
+        one = None if node in claimed else finder.found_at(node)
+        if one is not None and claimed.isdisjoint(one.nodes):
+            found.append(one)
+            claimed.update(one.nodes)
+    return sorted(found, key=lambda one: finder.order[one.output])
 
 
-def _written_out(node: fx.Node, order: dict[fx.Node, int]) -> Found | None:
-    if node.op != "call_function":
+class _Finder:
+    """Looks for operations in a graph, which it makes a dataflow of."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {node: n for n, node in enumerate(graph.nodes)}
+        self.values: dict[fx.Node, Value] = {}
+        self.calls: dict[fx.Node, Node] = {}
+        flow = Dataflow()
+        for node in graph.nodes:
+            self._add(node)
+        flow.nodes += self.calls.values()
+        self.nodes = {value: node for node, value in self.values.items()}
+        self.parameters = {str(n.target): n for n in self.values if n.op == "get_attr"}
+        self.of_dtype = lru_cache(None)(lambda dtype: Values(flow, dtype))
+
+    def _add(self, node: fx.Node) -> None:
+        call, facts = None, facts_of(node)
+        if node.target is item:
+            call = self.calls[node.args[0]]  # type: ignore[index]
+        elif node.op in ("call_function", "call_module"):
+            call = self.calls[node] = self._call(node)
+        if facts is not None:
+            meta = torch.empty(facts.shape, dtype=facts.dtype, device="meta")
+            value = Value(_ORIGINS.get(node.op, "node"), str(node.target), meta, call)
+            self.values[node] = value
+            if call is not None:
+                call.results.append(value)
+
+    def _call(self, node: fx.Node) -> Node:
+        op, function, args = node.op, node.target, node.args
+        if function is getattr:  # of a property
+            op, args = str(args[1]), args[:1]
+            function = operator.attrgetter(op)
+        elif op == "call_function":
+            # What writes to its first argument has its result from here on.
+            op = name_of(node) if is_in_place(function) else name_in_torch(function)  # type: ignore[arg-type]
+        args, kwargs = map_leaves(self._value_of, (args, node.kwargs))
+        return Node(op, function, args, kwargs, "")  # type: ignore[arg-type]
+
+    def _value_of(self, leaf: Any) -> Any:
+        return self.values.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
+
+    def found_at(self, node: fx.Node) -> Found | None:
+        """The operation whose result a node is."""
+        if node.op == "call_module":
+            return _called(node)
+        value = self.values.get(node)
+        if value is None or node.op != "call_function" or node.target is item:
+            return None
+        if name_of(node) == "cross_entropy":
+            return _loss(node)
+        values = self.of_dtype(value.meta.dtype)
+        with suppress(KeptError):
+            if values.peel(value) is value:
+                found = (self._found(f, node, values) for f in formulas_of(values, value))
+                one = next((one for one in found if one is not None), None)
+                if one is not None and one.kind in ("layer_norm", "rms_norm"):
+                    return _of_embedding(one, self.order) or one
+                return one
         return None
-    name = name_of(node)
-    for formula, names in _BY_HEAD:
-        for binding in matches(formula.pattern, node) if name in names else ():
-            found = _found(formula, node, binding, order)
-            if found is not None and len(found.launches) > 1:
-                return found
-    return None
+
+    def _found(self, formula: Formula, node: fx.Node, values: Values) -> Found | None:
+        inputs = tuple(self.nodes[v] for v in formula.inputs)
+        operands = {
+            name: self.parameters.get(given) if isinstance(given, str) else given
+            for name, given in formula.operands.items()
+        }
+        nodes = _between(node, {*inputs, *(self.nodes[v] for v in formula.others)})
+        if not any(n.meta["writes"] and name_of(n) not in CASTS for n in nodes - {node}):
+            inputs = tuple(self._read(node, v, values) for v in formula.inputs)
+            return Found(formula.kind, (node,), node, inputs, operands)
+        output = node
+        while len(output.users) == 1 and name_of(user := next(iter(output.users))) in CASTS:
+            output = user
+            nodes.add(output)
+        nodes = _inside(nodes, output)
+        if node not in nodes:
+            return None
+        ordered = tuple(sorted(nodes, key=self.order.__getitem__))
+        return Found(formula.kind, ordered, output, inputs, operands)
+
+    def _read(self, node: fx.Node, v: Value, values: Values) -> fx.Node:
+        """The argument of a call that a value is equal to."""
+        given = (n for n in node.all_input_nodes if n in self.values)
+        return next((n for n in given if values.equals(self.values[n], v)), self.nodes[v])
 
 
-def _found(
-    formula: Formula, node: fx.Node, binding: Binding, order: dict[fx.Node, int]
-) -> Found | None:
-    inputs = [binding.values[name] for name in formula.inputs if name in binding.values]
-    shapes = {facts.shape for n in inputs if (facts := facts_of(n)) is not None}
-    if formula.same_shape and len(shapes) != 1:
-        return None
-    nodes = set(binding.nodes) - set(inputs)
-    output = node
-    while len(output.users) == 1 and uncast(next(iter(output.users)))[0] is output:
-        output = next(iter(output.users))
-        nodes.add(output)
-    nodes = _inside(nodes, output)
-    if node not in nodes:
-        return None
-    values = {**binding.values, **dict(formula.numbers)}
-    return Found(formula.kind, tuple(sorted(nodes, key=order.get)), output, tuple(inputs), values)  # type: ignore[arg-type]
+def _between(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
+    """The calls that lead from some nodes to one."""
+    found: set[fx.Node] = set()
+    at = [node]
+    while at:
+        n = at.pop()
+        if n.op.startswith("call") and n not in ends and n not in found:
+            found.add(n)
+            at += n.all_input_nodes
+    return found
 
 
 def _inside(nodes: set[fx.Node], output: fx.Node) -> set[fx.Node]:
@@ -95,29 +176,9 @@ def _inside(nodes: set[fx.Node], output: fx.Node) -> set[fx.Node]:
         read = {n for n in nodes if n is not output and not set(n.users) <= nodes}
         if not read:
             return nodes
-        if any(uncast(n)[0] is n and n.meta.get("writes") for n in read):
+        if any(name_of(n) not in CASTS and n.meta.get("writes") for n in read):
             return set()
         nodes = nodes - read
-
-
-def _combined(node: fx.Node, order: dict[fx.Node, int]) -> Found | None:
-    for formula in COMBINED:
-        for binding in matches(formula.pattern, node):
-            parts = [binding.values[n] for n in ("act", "norm") if n in binding.values]
-            part: Found = parts[0].meta["lifted"]
-            if formula.kind == "embedding_norm":
-                return _of_embedding(part, order)
-            if part.output is not node and not set(part.output.users) <= binding.nodes:
-                continue
-            nodes = binding.nodes.union(part.nodes)
-            values = {n: v for n, v in binding.values.items() if v is not part.output}
-            whole = Formula(formula.kind, formula.pattern, ("x", *formula.inputs[1:]))
-            shape = facts_of(part.output), facts_of(binding.values.get("up"))
-            if formula.same_shape and (shape[1] is None or shape[0].shape != shape[1].shape):  # type: ignore[union-attr]
-                continue
-            joined = Binding({**part.values, **values, "x": part.inputs[0]}, nodes)
-            return _found(whole, node, joined, order)
-    return None
 
 
 def _of_embedding(norm: Found, order: dict[fx.Node, int]) -> Found | None:
@@ -139,55 +200,6 @@ def _of_embedding(norm: Found, order: dict[fx.Node, int]) -> Found | None:
     return Found("embedding_norm", ordered, norm.output, inputs, norm.values)
 
 
-_ACTIVATIONS = frozenset({"silu", "relu", "sigmoid", "tanh", "softplus"})
-_NORM_OPERANDS = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}
-
-
-def _direct(node: fx.Node) -> Found | None:
-    """What one function of torch computes, if an operation of opfuser is its like."""
-    name = "" if is_altered(node) else name_of(node)
-    args: list[Any] = list(node.args)
-
-    def given(n: int, key: str, default: Any = None) -> Any:
-        return args[n] if n < len(args) else node.kwargs.get(key, default)
-
-    def made(kind: str, inputs: tuple[Any, ...], **values: Any) -> Found | None:
-        tensors = tuple(n for n in inputs if isinstance(n, fx.Node))
-        return Found(kind, (node,), node, tensors, values) if len(tensors) == len(inputs) else None
-
-    if name == "linear" and is_matrix(given(1, "weight")):
-        return made(
-            "linear", (given(0, "input"),), weight=given(1, "weight"), bias=given(2, "bias")
-        )
-    if name == "addmm" and is_matrix(given(2, "mat2")):
-        return made("linear", (given(1, "mat1"),), weight=given(2, "mat2"), bias=given(0, "input"))
-    if name == "matmul" and len(args) == 2:
-        for binding in matches(matrix_operand, args[1]):
-            return made("linear", (args[0],), weight=binding.values["weight"], bias=None)
-    if name in _NORM_OPERANDS:
-        names = enumerate(_NORM_OPERANDS[name], 2)
-        return made(name, (given(0, "input"),), **{key: given(n, key) for n, key in names})
-    if name in _ACTIVATIONS:
-        return made(name, (given(0, "input"),))
-    if name == "gelu":
-        tanh = given(1, "approximate", "none") == "tanh"
-        return made("gelu_tanh" if tanh else "gelu", (given(0, "input"),))
-    if name == "dropout" and given(2, "training", True) and given(1, "p", 0.5):
-        return made("dropout", (given(0, "input"),), p=given(1, "p", 0.5))
-    if name == "embedding" and is_matrix(given(1, "weight")):
-        return made("embedding", (given(0, "input"),), weight=given(1, "weight"))
-    if name == "cross_entropy" and given(2, "weight") is None:
-        return _loss(node, given(0, "input"), given(1, "target"), given(6, "reduction", "mean"))
-    if name == "add" and len(args) == 2 and any(is_vector(n) for n in args):
-        weight, x = args if is_vector(args[0]) else args[::-1]
-        return made("bias", (x,), weight=weight)
-    if name == "add":
-        terms = [n for n in args if isinstance(n, fx.Node) and n.op != "get_attr"]
-        shapes = {getattr(facts_of(n), "shape", None) for n in terms}
-        return made("add", tuple(terms)) if len(terms) == 2 and len(shapes) == 1 else None
-    return None
-
-
 def _called(node: fx.Node) -> Found | None:
     """An operation of opfuser that is called outside of a Sequential, and could be in one."""
     module = node.meta.get("module")
@@ -202,17 +214,22 @@ def _called(node: fx.Node) -> Found | None:
     return Found(type(module).__name__, (node,), node, (x,), {"module": module})
 
 
-def _loss(node: fx.Node, logits: Any, target: Any, reduction: str) -> Found | None:
+def _loss(node: fx.Node) -> Found | None:
     """A cross entropy of rows, with conversions and views of the logits that nobody else reads."""
+    names = ("input", "target", "weight", "", "", "", "reduction")
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    logits, target = given.get("input"), given.get("target")
     facts = facts_of(logits)
     if facts is None or len(facts.shape) != 2 or not isinstance(target, fx.Node):
         return None
+    if given.get("weight") is not None:
+        return None
     nodes = [node]
-    while name_of(logits) in CASTS | VIEWS and len(logits.users) == 1:
-        nodes.insert(0, logits)
-        logits = logits.args[0]
+    while name_of(logits) in CASTS | VIEWS and len(logits.users) == 1:  # type: ignore[union-attr]
+        nodes.insert(0, logits)  # type: ignore[arg-type]
+        logits = logits.args[0]  # type: ignore[union-attr]
     before = facts_of(logits)
     if before is None or before.shape[-1:] != facts.shape[-1:]:
         return None
-    values = {"reduction": reduction}
-    return Found("cross_entropy", tuple(nodes), node, (logits, target), values)
+    values = {"reduction": given.get("reduction", "mean")}
+    return Found("cross_entropy", tuple(nodes), node, (logits, target), values)  # type: ignore[arg-type]

@@ -1,250 +1,204 @@
-"""Formulas: how operations are written out with functions of torch."""
+"""Formulas: what a value of a dataflow is the result of, as :mod:`opfuser.reading` reads it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import fx
+from ...reading.activations import activations_in
+from ...reading.arguments import Term
+from ...reading.dataflow import Value
+from ...reading.kept import KeptError
+from ...reading.norms import norm_of
+from ...reading.operations import Linear, Norm
+from ...reading.products import product_of
+from ...reading.projections import linear_of, vector_of
+from ...reading.replay import source_of
+from ...reading.values import Values
 
-from .patterns import (
-    Either,
-    Lifted,
-    Number,
-    Op,
-    Pattern,
-    Product,
-    Through,
-    Var,
-    is_last,
-    is_parameter,
-)
-from .tracing import facts_of
-
-__all__ = [
-    "COMBINED",
-    "WRITTEN_OUT",
-    "Formula",
-    "Found",
-    "is_matrix",
-    "is_vector",
-    "matrix_operand",
-]
-
-
-class Found(NamedTuple):
-    """An operation of a model, by the nodes that compute it.
-
-    Attributes:
-        kind: what is computed: "rms_norm", "linear", "swiglu" and so on.
-        nodes: in the order of the graph.
-        output: the last of them.
-        inputs: tensors that it is computed from, the main one first; no parameters.
-        values: other operands by name: nodes of parameters, and numbers.
-    """
-
-    kind: str
-    nodes: tuple[fx.Node, ...]
-    output: fx.Node
-    inputs: tuple[fx.Node, ...]
-    values: dict[str, Any]
-
-    @property
-    def outputs(self) -> list[fx.Node]:
-        """What others may read: of linear operations that were merged, several."""
-        found: list[fx.Node] = self.values.get("outputs", [self.output])
-        return found
-
-    @property
-    def launches(self) -> list[fx.Node]:
-        """Its nodes without views."""
-        return [node for node in self.nodes if node.meta.get("writes")]
+__all__ = ["ACTIVATIONS", "Formula", "formulas_of"]
 
 
 class Formula(NamedTuple):
-    """A way to write an operation.
+    """An operation whose result a value is.
 
     Attributes:
-        kind: as of :class:`Found`.
-        pattern: of its output.
-        inputs: names of what the pattern binds, the main one first.
-        same_shape: whether all inputs must have one shape.
-        numbers: what else is known of the operation.
+        kind: what is computed: "rms_norm", "linear", "swiglu" and so on.
+        inputs: what it is computed from, the main one first; no parameters.
+        operands: paths of parameters, and numbers.
+        others: that it reads besides, such as masks.
     """
 
     kind: str
-    pattern: Pattern
-    inputs: tuple[str, ...] = ("x",)
-    same_shape: bool = False
-    numbers: tuple[tuple[str, Any], ...] = ()
+    inputs: tuple[Value, ...]
+    operands: Mapping[str, Any] = MappingProxyType({})
+    others: tuple[Value, ...] = ()
 
 
-is_vector, is_matrix = is_parameter(1), is_parameter(2)
-X, W, B = Var("x"), Var("weight", is_vector), Var("bias", is_vector)
-EPS = Number(name="eps")
+def formulas_of(values: Values, v: Value) -> Iterator[Formula]:
+    """What a value may be the result of, the larger formula first."""
+    for rule in _RULES:
+        with suppress(KeptError):  # numbers are rounded on the way, or the like
+            yield from rule(values, v)
 
 
-def _plus(*args: Any) -> Op:
-    return Op("add", args)
+def _norm(values: Values, v: Value) -> Iterator[Formula]:
+    found = norm_of(values, v, None)
+    if found is not None and found.factor == 1:
+        yield Formula(_kind(found.norm), (found.x,), {
+            "weight": found.norm.weight, "bias": found.norm.bias, "eps": found.norm.eps,
+            "zero_centered_gamma": found.norm.zero_centred_weight,
+        })  # fmt: skip
 
 
-def _times(*factors: Any, number: float = 1.0) -> Product:
-    return Product(factors, number)
+def _kind(norm: Norm) -> str:
+    return "layer_norm" if norm.centred else "rms_norm"
 
 
-def _squared(x: Any) -> Either:
-    return Either((Op("pow", (x, Number(2))), Op("square", (x,)), Op("mul", (x, x))))
+def _linear(values: Values, v: Value) -> Iterator[Formula]:
+    found = linear_of(values, v)
+    if found is not None and isinstance(found.linear, Linear):
+        operands = {"weight": found.linear.weight, "bias": found.linear.bias}
+        yield Formula("linear", (found.x,), operands)
 
 
-def _over_root(x: Any, square: Any) -> Either:
-    """The quotient of x and the root of ``square + eps``."""
-    inside = _plus(square, EPS)
-    inverse = Either(
-        (Op("rsqrt", (inside,)), Op("pow", (inside, Number(-0.5))), Op("reciprocal", (
-            Op("sqrt", (inside,)),)))
+# By the name of an activation: its kind, and that of its product with another tensor.
+ACTIVATIONS = {
+    "gelu": ("gelu", "geglu_exact"),
+    "gelu by tanh": ("gelu_tanh", "geglu"),
+    "quick gelu": ("quick_gelu", "qgeglu"),
+    "relu": ("relu", "reglu"),
+    "sigmoid": ("sigmoid", "glu"),
+    "silu": ("silu", "swiglu"),
+    "squared relu": ("squared_relu", "sreglu"),
+    "tanh": ("tanh", ""),
+}
+
+
+def _activation(values: Values, v: Value) -> Iterator[Formula]:
+    found = activations_in(values, product_of(values, v, None))
+    for act in sorted(found, key=lambda one: len(one.rest.values)):
+        plain, gated = ACTIVATIONS.get(act.activation.name, ("", ""))
+        shapes = [v.shape for v in act.rest.values if v.origin != "parameter"]
+        if not math.isclose(act.rest.factor, 1.0):
+            continue
+        if plain and not act.rest.values:
+            yield Formula(plain, (act.x,))
+        elif gated and shapes == [act.x.shape] and len(act.rest.values) == 1:
+            yield Formula(gated, (act.x, *act.rest.values))
+
+
+def _attention(values: Values, v: Value) -> Iterator[Formula]:
+    op, args = values.term(v)
+    if op not in _PRODUCTS or len(_operands(args)) != 2:
+        return
+    weights, u = _operands(args)
+    op, of = values.term(weights)
+    if op == "dropout":
+        op, of = values.term(of[0])
+    if op == "softmax" and of[1] == -1:
+        for q, k, *others in _scores(values, of[0], 6):
+            yield Formula("attention", (q, k, u), {}, tuple(others))
+
+
+_PRODUCTS = ("matmul", "einsum")
+# What may be done to scores before softmax.
+_OF_SCORES = frozenset("add sub mul div masked_fill where clamp".split())
+
+
+def _scores(values: Values, v: Value, depth: int) -> Iterator[tuple[Value, ...]]:
+    """Queries and keys, and what else is read to make scores of them."""
+    op, args = values.term(v)
+    given = _operands(args)
+    if op in _PRODUCTS and len(given) == 2:
+        yield tuple(given)
+    elif op == "baddbmm":
+        mask, q, k = given
+        yield q, k, mask
+    for at in given if op in _OF_SCORES and depth else ():
+        for found in _scores(values, at, depth - 1):
+            yield (*found, *(other for other in given if other is not at))
+
+
+def _operands(args: tuple[Any, ...]) -> list[Value]:
+    return [a for a in args if isinstance(a, Value)]
+
+
+def _rotary(values: Values, v: Value) -> Iterator[Formula]:
+    op, args = values.term(v)
+    if op == "view_as_real":
+        op, args = values.term(args[0])
+        for x, turns in (args, args[::-1]) if op == "mul" else ():
+            pairs = values.term(x) if isinstance(x, Value) else Term("", ())
+            source = source_of(values, pairs.args[0]) if pairs.op == "view_as_complex" else None
+            if source is not None:
+                yield Formula("rotary_embedding", (source, turns))
+        return
+    terms = [values.term(a) for a in _operands(args)] if op == "add" else []
+    if [t.op for t in terms] != ["mul", "mul"]:
+        return
+    for straight, crossed in (terms, terms[::-1]):
+        for x, cos in (straight.args, straight.args[::-1]):
+            for turned, sin in (crossed.args, crossed.args[::-1]):
+                if isinstance(cos, Value) and isinstance(sin, Value) and _turns(values, turned, x):
+                    yield Formula("rotary_embedding", (values.peel(x), cos, sin))
+
+
+def _turns(values: Values, turned: Any, x: Any) -> bool:
+    """Whether halves of the last dimension of x are exchanged, and one is negated."""
+    if not isinstance(turned, Value) or not isinstance(x, Value):
+        return False
+    op, args = values.term(turned)
+    if op != "cat" or len(args[0]) != 2 or args[1] not in (-1, len(turned.shape) - 1):
+        return False
+    op, of = values.term(args[0][0])
+    halves = (*of, args[0][1]) if op == "neg" else ()
+    half = (*x.shape[:-1], x.shape[-1] // 2)
+    return len(halves) == 2 and all(
+        part.shape == half and part.node is not None
+        and part.node.op in ("chunk", "split", "__getitem__", "narrow")
+        and values.peel(part.node.args[0]) is values.peel(x)
+        for part in map(values.peel, halves)
     )  # fmt: skip
-    return Either((_times(x, inverse), Op("div", (x, Op("sqrt", (inside,))))))
 
 
-def _weighted(x: Any, square: Any) -> Either:
-    """The same times a weight, however the three are associated."""
-    inside = _plus(square, EPS)
-    inverse = Either((Op("rsqrt", (inside,)), Op("pow", (inside, Number(-0.5)))))
-    ratio = Op("div", (x, Op("sqrt", (inside,))))
-    return Either((_times(W, x, inverse), _times(W, ratio)))
-
-
-def _is_uncorrected(node: fx.Node) -> bool:
-    """Whether a variance along the last dimensions is divided by the number of values itself."""
-    flags = [*node.args, *node.kwargs.values()]
-    uncorrected = node.kwargs.get("correction") == 0 or any(flag is False for flag in flags)
-    return uncorrected and is_last(node)
-
-
-_MEAN_SQUARE = Op("mean", (_squared(X),), is_last)
-_CENTRED = Op("sub", (X, Op("mean", (X,), is_last)))
-_VARIANCE = Either((Op("var", (X,), _is_uncorrected), Op("mean", (_squared(_CENTRED),), is_last)))
-_ONE_PLUS_WEIGHT = _plus(Number(1), W)
-_SIGMOID = Op("sigmoid", (X,))
-_INSIDE_TANH = Either((
-    _times(_plus(X, Either((_times(Op("pow", (X, Number(3))), number=0.044715),
-                            _times(X, X, X, number=0.044715)))), number=0.7978845608),
-    _times(X, _plus(Number(1), _times(X, X, number=0.044715)), number=0.7978845608),
-))  # fmt: skip
-matrix_operand = Through("t transpose permute T mT", Var("weight", is_matrix))
-_SCORES = Either((
-    Op("matmul einsum", (Var("q"), Var("k"))),
-    Op("baddbmm", (Var("mask"), Var("q"), Var("k"))),
-))  # fmt: skip
-_HALF = Op("getitem item narrow", (Through("chunk split", X),))
-_ROTATED = Op("cat", (Op("neg", (_HALF,)), _HALF), is_last)
-
-
-def _is_lifted(*kinds: str) -> Any:
-    def accepts(node: fx.Node) -> bool:
-        found: Found | None = node.meta.get("lifted")
-        return found is not None and found.kind in kinds
-
-    return accepts
-
-
-def _is_unweighted_norm(kind: str) -> Any:
-    def accepts(node: fx.Node) -> bool:
-        found: Found | None = node.meta.get("lifted")
-        return found is not None and found.kind == kind and found.values.get("weight") is None
-
-    return accepts
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return node.op != "get_attr" and facts_of(node) is not None
-
-
-# What is written out, the larger formula before one that it contains.
-WRITTEN_OUT = (
-    Formula(
-        "attention",
-        Op("matmul einsum", (
-            Through("dropout softmax_backward", Op("softmax", (
-                Through("add sub mul div masked_fill where clamp float", _SCORES),), is_last)),
-            Var("v"),
-        )),
-        ("q", "k", "v"),
-    ),
-    Formula(
-        "rotary_embedding",
-        _plus(_times(X, Var("cos")), _times(_ROTATED, Var("sin"))),
-        ("x", "cos", "sin"),
-    ),
-    Formula(
-        "rotary_embedding",
-        Op("view_as_real", (Op("mul", (Op("view_as_complex", (X,)), Var("turns"))),)),
-        ("x", "turns"),
-    ),
-    Formula("layer_norm", Op("add", (_weighted(_CENTRED, _VARIANCE), B))),
-    Formula("layer_norm", _weighted(_CENTRED, _VARIANCE)),
-    Formula("layer_norm", _over_root(_CENTRED, _VARIANCE)),
-    Formula("rms_norm", _weighted(X, _MEAN_SQUARE)),
-    Formula(
-        "rms_norm",
-        _times(X, Either((
-            Op("rsqrt", (_plus(_MEAN_SQUARE, EPS),)),
-            Op("pow", (_plus(_MEAN_SQUARE, EPS), Number(-0.5))),
-        )), _ONE_PLUS_WEIGHT),
-        numbers=(("zero_centered_gamma", True),),
-    ),
-    Formula("rms_norm", _over_root(X, _MEAN_SQUARE)),
-    Formula("swiglu", _times(X, _SIGMOID, Var("up", _is_tensor)), ("x", "up"), same_shape=True),
-    Formula("quick_gelu", _times(X, Op("sigmoid", (_times(X, number=1.702),)))),
-    Formula("silu", _times(X, _SIGMOID)),
-    Formula("silu", Op("div", (X, _plus(Number(1), Op("exp", (Op("neg", (X,)),)))))),
-    Formula("gelu_tanh", _times(X, _plus(Number(1), Op("tanh", (_INSIDE_TANH,))), number=0.5)),
-    Formula(
-        "gelu",
-        _times(X, _plus(Number(1), Op("erf", (_times(X, number=0.70710678),))), number=0.5),
-    ),
-    Formula(
-        "linear",
-        _plus(
-            Either((
-                Op("matmul", (X, matrix_operand)),
-                Op("linear", (X, Var("weight", is_matrix))),
-            )),
-            B,
-        ),
-    ),
-)  # fmt: skip
-_ACTIVATION = {"silu": "swiglu", "gelu": "geglu_exact", "gelu_tanh": "geglu", "relu": "reglu",
-               "sigmoid": "glu", "quick_gelu": "qgeglu"}  # fmt: skip
-_SHIFTED = _plus(Number(1), Var("scale", _is_tensor))
-
-
-def _modulated(kind: str) -> Either:
+def _modulated(values: Values, v: Value) -> Iterator[Formula]:
     """(1 + scale) norm(x) + shift, with or without the 1 and the shift."""
-    norm = Lifted("norm", _is_unweighted_norm(kind))
-    scaled, whole = _times(norm, Var("scale", _is_tensor)), _times(norm, _SHIFTED)
-    shift = Var("shift", _is_tensor)
-    return Either((_plus(whole, shift), _plus(scaled, shift), whole))
+    op, args = values.term(v)
+    sums = (args, args[::-1]) if op == "add" and len(_operands(args)) == 2 else ()
+    for scaled, shift in (*sums, *([(v, None)] if op == "mul" else ())):
+        op, factors = values.term(scaled)
+        for inner, factor in (factors, factors[::-1]) if op == "mul" else ():
+            if not all(isinstance(f, Value) and f.origin == "node" for f in (inner, factor)):
+                continue
+            op, args = values.term(factor)
+            plus_one = op == "add" and args[1] == 1
+            found = norm_of(values, inner, None) if plus_one or shift is not None else None
+            if found is not None and found.factor == 1 and found.norm.weight is None:
+                scale = args[0] if plus_one else factor
+                inputs = (found.x, scale, *(() if shift is None else (shift,)))
+                yield Formula(f"adaptive_{_kind(found.norm)}", inputs)
 
 
-# What is written with operations that were found before.
-COMBINED = (
-    *(
-        Formula(f"adaptive_{kind}", _modulated(kind), ("norm", "scale", "shift"))
-        for kind in ("layer_norm", "rms_norm")
-    ),
-    *(
-        Formula(
-            gated,
-            _times(Lifted("act", _is_lifted(plain)), Var("up", _is_tensor)),
-            ("act", "up"),
-            same_shape=True,
-        )
-        for plain, gated in _ACTIVATION.items()
-    ),
-    Formula("squared_relu", _squared(Lifted("act", _is_lifted("relu"))), ("act",)),
-    Formula(
-        "embedding_norm",
-        Lifted("norm", _is_lifted("layer_norm", "rms_norm")),
-        ("norm",),
-    ),
-)
+def _one_function(values: Values, v: Value) -> Iterator[Formula]:
+    op, args = values.term(v)
+    if op == "dropout":
+        yield Formula("dropout", args[:1], {"p": args[1]})
+    elif op == "embedding" and args[1].origin == "parameter":
+        yield Formula("embedding", args[:1], {"weight": args[1].name})
+    elif op == "add" and len(_operands(args)) == 2:
+        for x, bias in (args, args[::-1]):
+            vector = vector_of(values, bias)
+            if vector is not None:
+                yield Formula("bias", (x,), {"weight": vector.name})
+        if args[0].shape == args[1].shape and all(a.origin != "parameter" for a in args):
+            yield Formula("add", args)
+
+
+_Rule = Callable[[Values, Value], Iterator[Formula]]
+_RULES: tuple[_Rule, ...] = (
+    _attention, _rotary, _norm, _modulated, _linear, _activation, _one_function,
+)  # fmt: skip

@@ -133,6 +133,7 @@ KNOWN: dict[str, tuple[Kernel, ...]] = {
         _quack("rotary.apply_rotary_emb", "sm_90 or later"),
     ),
     "silu": (_torch("silu"), _ours("SiLU")),
+    "sreglu": (_ours("SReGLU", "takes both halves as one tensor"),),
     "squared_relu": (_ours("SReLU"), _liger("LigerReLUSquaredFunction")),
     "swiglu": (
         _ours("SwiGLU", "takes both halves as one tensor"),

@@ -8,47 +8,25 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ...basic import (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    AddExtraInput,
-    Bias,
-    CrossEntropy,
-    Dropout,
-    LayerNorm,
-    ReGLU,
-    ReLU,
-    RMSNorm,
-    Sigmoid,
-    SiLU,
-    SReLU,
-    SwiGLU,
-    Tanh,
-)
+from ... import basic
 from ...linear import Linear
 from ...merged_linear import MergedLinear
+from ...reading import construction
 from ..target import moved
-from .formulas import Found
+from .finding import Found
+from .formulas import ACTIVATIONS
 from .tracing import facts_of
 
 __all__ = ["GATED", "operation"]
 
 GATED: dict[str, Callable[[], nn.Module]] = {
-    "swiglu": SwiGLU, "geglu": GEGLU, "reglu": ReGLU, "glu": GLU, "qgeglu": QGEGLU,
-}  # fmt: skip
+    gated: construction.GATED[name]
+    for name, (_, gated) in ACTIVATIONS.items()
+    if name in construction.GATED
+}
 _PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "add": AddExtraInput,
-    "gelu": lambda: GELU("none"),
-    "gelu_tanh": GELU,
-    "quick_gelu": QGELU,
-    "relu": ReLU,
-    "sigmoid": Sigmoid,
-    "silu": SiLU,
-    "squared_relu": SReLU,
-    "tanh": Tanh,
+    "add": basic.AddExtraInput,
+    **{plain: construction.ACTIVATIONS[name] for name, (plain, _) in ACTIVATIONS.items()},
     **GATED,
 }
 
@@ -80,29 +58,26 @@ def _operation(f: Found) -> nn.Module | None:
         bias = values.get("bias") is not None
         return Linear(size[0], result.shape[-1], bias=bias, **how)  # type: ignore[arg-type]
     if f.kind == "bias":
-        return Bias(size[0], **how) if source.shape == result.shape else None  # type: ignore[arg-type]
+        return basic.Bias(size[0], **how) if source.shape == result.shape else None  # type: ignore[arg-type]
     if f.kind == "merged_linear":
         parts: list[Found] = values["parts"]
         widths = {str(n): _width(part) for n, part in enumerate(parts)}
         biased = [str(n) for n, part in enumerate(parts) if part.values.get("bias") is not None]
         return MergedLinear(size[0], widths, bias=biased, **how)  # type: ignore[arg-type]
     if f.kind == "dropout":
-        return Dropout(values["p"])
+        return basic.Dropout(values["p"])
     if f.kind == "cross_entropy":
-        return CrossEntropy(reduction=values["reduction"])
+        return basic.CrossEntropy(reduction=values["reduction"])
     weight = facts_of(values.get("weight"))
     if weight is None or weight.shape != size or f.kind not in ("layer_norm", "rms_norm"):
         return None
-    eps = values.get("eps")
+    eps = values["eps"]
     if f.kind == "rms_norm":
         centred = bool(values.get("zero_centered_gamma"))
-        if eps is None:  # as in torch: of the dtype that it accumulates in
-            wide = result.dtype == torch.float64
-            eps = torch.finfo(torch.float64 if wide else torch.float32).eps
-        return RMSNorm(size, eps=eps, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
+        return basic.RMSNorm(size, eps=eps, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
     if values.get("bias") is None:
         return None
-    return LayerNorm(size, eps=1e-5 if eps is None else eps, **how)  # type: ignore[arg-type]
+    return basic.LayerNorm(size, eps=eps, **how)  # type: ignore[arg-type]
 
 
 def _width(f: Found) -> int:

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from ...applying import Report, report
+from ...applying.forwards import is_applied
 from ...merged_linear import MergedLinear
 from ...op import FusibleOperation
 from ..conversion import CONVERSIONS
 from ..kernel_counts import counting
 from ..target import Target
 from .chains import Chain, parts_of, residuals
-from .formulas import Found
+from .finding import Found
 from .segments import expression
 from .sequences import blocked
 from .tracing import Place, Trace, name_of, trace
@@ -45,12 +47,14 @@ class Tried(NamedTuple):
             statements.
         missed: names of fused operations that Sequentials miss, with the paths of the modules.
         fused: the steps that fusions built.
+        report: what its modules are read as, and why others are kept; None if none was read.
     """
 
     call: str
     running: dict[Any, list[fx.Node]]
     missed: tuple[tuple[str, tuple[str, ...]], ...]
     fused: tuple[_Step, ...]
+    report: Report | None
 
     def computes(self, name: str, nodes: Sequence[fx.Node]) -> bool:
         """Whether a formula is gone.
@@ -75,6 +79,8 @@ class Tried(NamedTuple):
         # One alone has nothing to fuse with.
         if len(gone) < len(operations) - 1 or _holds(self.missed, name, paths):
             return False
+        if any(under(path, child) for path in paths for child in self._called()):
+            return False
         kinds = {type(op) for module in part.modules for op in parts_of(module)}
         inside = paths_of(node for nodes in gone for node in nodes)
         return any(
@@ -82,6 +88,25 @@ class Tried(NamedTuple):
             or (step.kinds >= kinds and all(under(path, step.path) for path in inside))
             for step in self.fused
         )  # fmt: skip
+
+    def _called(self) -> Iterator[str]:
+        """The modules that the sequences of others call as they are."""
+        for done in () if self.report is None else self.report.computed:
+            yield from (f"{done.path}.{child}".lstrip(".") for child, _ in done.called)
+
+    def why_not(self, nodes: Sequence[fx.Node]) -> str:
+        """Why the innermost module that calls all of these functions is kept; empty if it is not.
+
+        Args:
+            nodes: the calls of the model before that compute a finding.
+        """
+        paths = paths_of(nodes)
+        kept = () if self.report is None else self.report.kept
+        around = [k for k in kept if all(under(path, k.path) for path in paths)]
+        if not around:
+            return ""
+        inner = max(around, key=lambda k: len(k.path))
+        return f"{self.call} keeps {expression(inner.path)}, which {inner.reason}"
 
     def _runs(self, node: fx.Node) -> bool:
         place = node.meta.get("place")
@@ -100,14 +125,20 @@ def tried(target: Target, names: set[str]) -> list[Tried]:
     for conversion in CONVERSIONS if names else ():
         if conversion.only_for and not conversion.only_for & names:
             continue
-        traced = conversion.tried(target, _traced)
-        if traced is not None:
+        done = conversion.tried(target, lambda other: (_traced(other), _report(other.model)))
+        if done is not None:
+            traced, read = done
             running: dict[Any, list[fx.Node]] = {}
             for node in filter(_runs_alone, traced.graph.nodes):
                 running.setdefault(node.meta["place"].stack, []).append(node)
             missed, matched = tuple(_missed(traced)), tuple(_fused(traced))
-            found.append(Tried(conversion.call, running, missed, matched))
+            found.append(Tried(conversion.call, running, missed, matched, read))
     return found
+
+
+def _report(model: nn.Module) -> Report | None:
+    applied = any(is_applied(module.__dict__.get("forward")) for module in model.modules())
+    return report(model) if applied else None
 
 
 def _traced(target: Target) -> Trace:

@@ -21,7 +21,13 @@ from ...sequential import Sequential
 from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed
 
-__all__ = ["Facts", "Place", "Trace", "facts_of", "name_of", "tensors_of", "trace"]
+__all__ = [
+    "CASTS", "VIEWS", "Facts", "Place", "Trace",
+    "facts_of", "is_in_place", "item", "name_of", "trace",
+]  # fmt: skip
+
+CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous"})
+VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 
 class Facts(NamedTuple):
@@ -74,12 +80,10 @@ class Trace(NamedTuple):
             operation, or a module computes that :func:`opfuser.apply` has a sequence for, is one
             node, ``call_module``.
         calls: of the Sequentials of operations.
-        parameters: of the model, by the node that reads each.
     """
 
     graph: fx.Graph
     calls: list[SequenceCall]
-    parameters: dict[fx.Node, Tensor]
 
 
 def trace(model: nn.Module, inputs: Iterable[Tensor]) -> Trace:
@@ -96,7 +100,7 @@ def trace(model: nn.Module, inputs: Iterable[Tensor]) -> Trace:
     recorder = _Recorder(model, given)
     with observed(model) as calls, recorder.modules(), recorder:
         model(*given)
-    return Trace(recorder.graph, calls, recorder.parameters)
+    return Trace(recorder.graph, calls)
 
 
 def facts_of(node: Any) -> Facts | None:
@@ -115,14 +119,8 @@ def name_of(node: Any) -> str:
     return _SPELLED.get(name, name)
 
 
-# Operators, methods in place and functions of one meaning.
-_SPELLED = {
-    "iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "multiply": "mul",
-    "isub": "sub", "rsub": "rsub", "subtract": "sub", "truediv": "div", "itruediv": "div",
-    "true_divide": "div", "divide": "div", "rtruediv": "rdiv", "rdiv": "rdiv", "negative": "neg",
-    "concat": "cat", "concatenate": "cat", "rpow": "rpow", "mm": "matmul", "bmm": "matmul",
-    "rmatmul": "matmul", "ipow": "pow",
-}  # fmt: skip
+# Operators in place.
+_SPELLED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div"}
 _OWN_CODE = ("torch.", "opfuser.")
 
 
@@ -132,7 +130,6 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.parameters: dict[fx.Node, Tensor] = {}
         # Tensors are kept, so that no address is used twice.
         self.nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self.named = {
@@ -180,19 +177,19 @@ class _Recorder(TorchFunctionMode):
         if self.opaque or Deferred in types:  # of these a Sequential makes the loss
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if tensors_of(out):
+        if _tensors_of(out):
             self._add("call_function", func, args, kwargs, out)
         elif func.__name__ == "__setitem__":
             self._add("call_function", func, args, kwargs, args[0])
         return out
 
     def _add(self, op: str, target: Any, args: Any, kwargs: Any, out: Any) -> fx.Node | None:
-        given = tensors_of((args, kwargs))
-        made = tensors_of(out)
+        given = _tensors_of((args, kwargs))
+        made = _tensors_of(out)
         # Such as x.to() of the dtype that x has: nothing is called. Under no_grad,
         # requires_grad_() and the like change nothing either.
         unchanged = made and all(any(t is g for g in given) for t in made)
-        if unchanged and op == "call_function" and not _in_place(target):
+        if unchanged and op == "call_function" and not is_in_place(target):
             return None
         if getattr(target, "__name__", "") == "__get__":  # of a property
             target, args = getattr, (*args[:1], target.__self__.__name__)
@@ -202,16 +199,16 @@ class _Recorder(TorchFunctionMode):
             map_aggregate(tuple(args), self._node),
             map_aggregate(dict(kwargs), self._node),
         )
-        memory = {_memory(t) for t in given}
-        node.meta["writes"] = unchanged or any(_memory(t) not in memory for t in made)
+        memory = {memory_of(t) for t in given}
+        node.meta["writes"] = unchanged or any(memory_of(t) not in memory for t in made)
         node.meta["place"] = self._place()
         if isinstance(out, Tensor):
             self._note(out, node, given)
             return node
         for n, t in enumerate(made):
-            item = self.graph.call_function(_item, (node, n))
-            item.meta.update(node.meta, writes=False)
-            self._note(t, item, given)
+            part = self.graph.call_function(item, (node, n))
+            part.meta.update(node.meta, writes=False)
+            self._note(t, part, given)
         return node
 
     def _node(self, value: Any) -> Any:
@@ -226,8 +223,6 @@ class _Recorder(TorchFunctionMode):
                 node = self.graph.placeholder(f"given_{len(self.nodes)}")
             else:
                 node = self.graph.create_node("get_attr", name)
-        if isinstance(value, nn.Parameter):
-            self.parameters[node] = value
         self._note(value, node, ())
         return node
 
@@ -251,12 +246,13 @@ class _Recorder(TorchFunctionMode):
         return Place(path, type(module).__name__, tuple(stack))
 
 
-def _item(values: Any, n: int) -> Any:
+def item(values: Any, n: int) -> Any:
     """One of several tensors that a node returns."""
     return values[n]
 
 
-def _in_place(target: Any) -> bool:
+def is_in_place(target: Any) -> bool:
+    """Whether a function writes to its first argument."""
     name = target.__name__
     if name.startswith("__"):
         return name in ("__setitem__",) or name.startswith("__i")
@@ -278,16 +274,12 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
     return is_computed(module)
 
 
-def _memory(t: Tensor) -> int:
-    return memory_of(t)
-
-
-def tensors_of(values: Any) -> list[Tensor]:
+def _tensors_of(values: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dicts, in order."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, (tuple, list)):
-        return [t for value in values for t in tensors_of(value)]
+        return [t for value in values for t in _tensors_of(value)]
     return []
