@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -26,8 +26,11 @@ __all__ = [
     "expand",
     "needs_of",
     "quantizers_between",
+    "together",
 ]
 
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 Needs = tuple[GradNeeds | None, ...]
 
 
@@ -64,6 +67,11 @@ class Step(_Compared):
     fusion: str | None = None
     path: str = ""
 
+    @property
+    def title(self) -> str:
+        """The fusion, or the class of what covers several operations without one; else empty."""
+        return self.fusion or (type(self.op).__name__ if len(self.indices) > 1 else "")
+
     def _says(self) -> Hashable:
         return type(self.op), self.indices, self.fusion, self.path
 
@@ -97,6 +105,11 @@ class FusionRecord:
     def near_miss(self) -> NearMiss | None:
         """The longest near miss, the first of equals; None if there is none."""
         return longest(self.near_misses)
+
+    @property
+    def reasons(self) -> dict[Refusal, list[int]]:
+        """The places of each reason for which the fusion was refused."""
+        return together((why, at) for at, why in self.refusals)
 
     def summary(self) -> str:
         """One line: what the log shows."""
@@ -299,12 +312,21 @@ def shown(plan: Plan, way: str, *args: Any) -> Any:
 
 _WAYS = {
     "data": ("report.plan_json", "plan_data"),
+    "log": ("engine.plan_text", "log_lines"),
     "html": ("report.picture", "card"),
     "program": ("engine.program", "program_text"),
     "svg": ("report.picture", "picture"),
     "text": ("engine.plan_text", "text"),
     "why": ("engine.reasons", "why"),
 }
+
+
+def together(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Each key with all its values."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def needs_of(step: Step, needs: Needs) -> Needs:

@@ -1,4 +1,4 @@
-"""What the picture of a plan shows: a column per operation, equal layers once, and channels."""
+"""What the picture of a plan shows: a column per operation, and equal layers once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..engine.folding import Row, joined_parts, layer_of, like, op_numbers, repeated
-from ..engine.plan import Plan, Step
-from ..engine.plan_text import varying
-from ..engine.routing import PrivateChannel
+from ..engine.folding import joined_parts, like, repeated, varying
+from ..engine.plan import Step
+from ..engine.plan_view import PlanView
 
-__all__ = ["Channel", "Column", "Columns", "Section", "Span", "channels", "columns"]
+__all__ = ["Column", "Columns", "Section", "Span", "columns"]
 
 
 class Column(NamedTuple):
@@ -90,22 +89,9 @@ class Columns(NamedTuple):
         raise IndexError(column)
 
 
-class Channel(NamedTuple):
-    """An extra output that an operation hands to a later one.
-
-    Attributes:
-        name: of the channel; empty if only one Sequential sees it.
-        source, target: the basic operations, by index.
-    """
-
-    name: str
-    source: int
-    target: int
-
-
-def columns(plan: Plan) -> Columns:
+def columns(view: PlanView) -> Columns:
     """The columns of a plan."""
-    names = plan.names or ("",) * len(plan.basic_ops)
+    plan = view.plan
     found: list[Column] = []
     of_ops = [0] * len(plan.basic_ops)
     modules: list[int] = []
@@ -115,13 +101,13 @@ def columns(plan: Plan) -> Columns:
             found.append(Column(None, type(step.op).__name__, step.path))
         for i in step.indices:
             of_ops[i] = len(found)
-            found.append(Column(i, type(plan.basic_ops[i]).__name__, names[i]))
+            found.append(Column(i, view.kinds[i], view.names[i]))
     forward = _spans(plan.forward, of_ops, modules)
     backward = _spans(plan.backward, of_ops, modules)
     crossed = {c for span in backward for c in range(span.start + 1, span.stop)}
     starts = [span.start for span in forward if span.start not in crossed]
     stretches = list(zip(starts, [*starts[1:], len(found)]))
-    sections = _sections(plan, found, stretches, (forward, backward))
+    sections = _sections(view, found, stretches, (forward, backward))
     return Columns(tuple(found), forward, backward, sections, tuple(of_ops))
 
 
@@ -137,12 +123,11 @@ def _spans(
 
 
 def _sections(
-    plan: Plan,
+    view: PlanView,
     found: Sequence[Column],
     stretches: Sequence[tuple[int, int]],
     passes: tuple[tuple[Span, ...], tuple[Span, ...]],
 ) -> tuple[Section, ...]:
-    numbers = op_numbers(plan)
     rows = []
     for start, stop in stretches:
         # Measured from the end: at its beginning a first layer may lack operations.
@@ -157,8 +142,8 @@ def _sections(
             )
             for spans in passes
         )  # fmt: skip
-        ops = tuple(numbers[c.op] for c in found[start:stop] if c.op is not None)
-        rows.append(Row(kind, ops, layer_of(found[stop - 1].name)))
+        ops = [c.op for c in found[start:stop] if c.op is not None]
+        rows.append(view.row(kind, ops, found[stop - 1].name))
     sections = []
     for entry in repeated(rows):
         for part in [entry] if entry.saved > 1 else entry.steps():
@@ -186,25 +171,3 @@ def _heading(
             layer = ".".join(names[shown].split(".")[: len(parts)])
             return f"{'.'.join(map(str, parts))}, {times}; drawn: {layer}", layer
     return times, ""
-
-
-def channels(plan: Plan) -> tuple[Channel, ...]:
-    """The channels between the basic operations of a plan, in the order in which they are read."""
-    names = plan.names or ("",) * len(plan.basic_ops)
-    sources: dict[tuple[str, str | None], int] = {}
-    found = []
-
-    def key(channel: str, i: int) -> tuple[str, str | None]:
-        # A private channel is that of the Sequential which holds the operation.
-        private = isinstance(channel, PrivateChannel)
-        return channel, names[i].rpartition(".")[0] if private else None
-
-    for i, op in enumerate(plan.basic_ops):
-        for channel in op._extra_input_channels:
-            if channel is not None and key(channel, i) in sources:
-                name = "" if isinstance(channel, PrivateChannel) else channel
-                found.append(Channel(name, sources[key(channel, i)], i))
-        for channel in op._extra_output_channels:
-            if channel is not None:
-                sources[key(channel, i)] = i
-    return tuple(found)

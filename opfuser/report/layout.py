@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .columns import Columns, Span
 from .shapes import CHARACTER, KIND, SMALL
 
-__all__ = ["MARGIN", "Layout", "Line", "fusion_of"]
+__all__ = ["MARGIN", "Layout", "Line"]
 
 MARGIN = 96  # for the names of the rows
 _LINE = 1180  # behind which columns go on in another line
@@ -68,7 +68,7 @@ class Layout:
         widths = [max(60.0, width) for width in widths]
         for spans in (self.found.forward, self.found.backward):
             for span in spans:
-                text = fusion_of(span)
+                text = span.step.title
                 room = min(len(text), 40) * SMALL * CHARACTER + 14
                 _widen(widths, span.start, span.stop, room if text else 0)
         for section in self.found.sections:
@@ -106,13 +106,6 @@ class Layout:
                     shown.append(c)
                     x[c], right = left, edge
         return [*lines, Line(tuple(shown), x, right)]
-
-
-def fusion_of(span: Span) -> str:
-    """The name in the frame of a step; empty if it has none."""
-    if span.step.fusion is None and len(span.step.indices) < 2:
-        return ""
-    return span.step.fusion or type(span.step.op).__name__
 
 
 def _widen(widths: list[float], start: int, stop: int, room: float) -> None:

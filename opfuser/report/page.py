@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from .. import __version__
-from ..engine.folding import Fold, fold, joined_names, joined_numbers
-from ..engine.plan import FusionRecord, Plan
-from ..engine.plan_text import StepText, fold_text, runs_backward
+from ..engine.folding import joined_names, joined_numbers
+from ..engine.plan import FusionRecord, Plan, together
+from ..engine.plan_view import PlanView, Stage, StepRow
 from ..engine.reasons import everywhere, outcome, places, switched_off
 from ..errors import counted
 from .picture import picture
@@ -82,7 +82,7 @@ class _Row(NamedTuple):
         cells: launches, bytes read, written and saved; none if they are not known.
     """
 
-    step: StepText
+    step: StepRow
     is_heading: bool
     inside: bool
     cells: tuple[_Cell, ...]
@@ -148,7 +148,7 @@ def _share(
 def _section(
     n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None, totals: Totals | None
 ) -> _Section:
-    env = plan.env
+    env, view = plan.env, PlanView(plan)
     recipe = "" if env.recipe is None else f", recipe {type(env.recipe).__name__}"
     each = "" if len(paths) == 1 else f"; {len(paths)} equal Sequentials, of which this is one"
     autocast = "off" if env.autocast_dtype is None else _name(env.autocast_dtype)
@@ -156,7 +156,7 @@ def _section(
         f"{counted(len(plan.basic_ops), 'basic operation')}, {_name(env.dtype)} on {env.device}, "
         f"autocast {autocast}, gradients {'on' if env.grad_enabled else 'off'}{recipe}{each}"
     )
-    entries = [_entry(plan, record) for record in plan.history]
+    entries = [_entry(view, record) for record in plan.history]
     entries.sort(key=lambda entry: not entry.is_open)  # what happened is above what did not
     return _Section(
         f"plan-{n}",
@@ -164,8 +164,8 @@ def _section(
         facts,
         "" if totals is None else ", ".join(map(" ".join, totals.figures)),
         Markup(picture(plan, traffic)),
-        tuple(_tables(plan, traffic)),
-        (*_quantised(plan), *entries),
+        tuple(_tables(view, traffic)),
+        (*_quantised(view), *entries),
         str(plan),
     )
 
@@ -187,61 +187,38 @@ def _figures(plans: Mapping[str, Plan], traffic: ModelTraffic | None) -> list[tu
 # Tables.
 
 
-def _tables(plan: Plan, traffic: Traffic | None) -> Iterator[_Table]:
-    for stage in ("forward", "backward"):
-        steps = plan.forward if stage == "forward" else plan.backward
-        if not steps:
-            yield _Table("Backward", (), (), "No gradient is needed.")
-            continue
-        counts = None
-        if traffic is not None:
-            counts = traffic.forward if stage == "forward" else traffic.backward
-        idle = [i for s in steps if not runs_backward(plan, s) for i in s.indices]
-        note = f"No gradient is needed of {places(plan, idle)}." if idle else ""
-        shown = {n for n, s in enumerate(steps) if stage == "forward" or runs_backward(plan, s)}
-        parts = [
-            part
-            for found in fold(plan, stage)
-            for part in ([found] if found.saved > 1 else found.steps())
-            if not shown.isdisjoint(range(part.start, part.stop))
-        ]
-        rows = [
-            row
-            for part in (parts if stage == "forward" else parts[::-1])
-            for row in _rows(plan, stage, part, shown, counts)
-        ]
-        names: tuple[str, ...] = ("Ops", "Operations")
-        if counts is not None:
-            names += ("Launches", "Read", "Written")
-            names += ("Saved",) if stage == "forward" else ()
-        title = "Forward" if stage == "forward" else "Backward, in the order in which it runs"
-        yield _Table(title, names, tuple(rows), note)
+def _tables(view: PlanView, traffic: Traffic | None) -> Iterator[_Table]:
+    forward, backward = (None, None) if traffic is None else (traffic.forward, traffic.backward)
+    yield _Table("Forward", *_body(view, "forward", forward), "")
+    if not view.plan.backward:
+        yield _Table("Backward", (), (), "No gradient is needed.")
+        return
+    note = f"No gradient is needed of {places(view, view.idle)}." if view.idle else ""
+    title = "Backward, in the order in which it runs"
+    yield _Table(title, *_body(view, "backward", backward), note)
 
 
-def _rows(
-    plan: Plan,
-    stage: Literal["forward", "backward"],
-    part: Fold,
-    shown: set[int],
-    counts: Sequence[StepTraffic] | None,
-) -> Iterator[_Row]:
-    steps = plan.forward if stage == "forward" else plan.backward
-    told = fold_text(plan, steps, part, shown)
-    columns = [
-        list(range(first, part.stop, part.period))
-        for first in range(part.start, part.start + part.period)
-    ]
-    columns = [column for column in columns if not shown.isdisjoint(column)]
-    if told.heading:
-        everything = [[n] for column in columns for n in column]
-        cells = _cells(stage, counts, everything) if counts is not None else ()
-        yield _Row(StepText("", told.heading, "", ""), True, False, cells)
-    rows = list(zip(told.rows, columns))
-    for step, column in rows if stage == "forward" else rows[::-1]:
-        cells = _cells(stage, counts, [column]) if counts is not None else ()
-        if not steps[column[0]].indices:  # kernels of plain modules are not told apart
+def _body(
+    view: PlanView, stage: Stage, counts: Sequence[StepTraffic] | None
+) -> tuple[tuple[str, ...], tuple[_Row, ...]]:
+    """The titles of the columns, and the rows."""
+
+    def row(step: StepRow, inside: bool, *columns: Sequence[int]) -> _Row:
+        cells = _cells(stage, counts, columns) if counts is not None else ()
+        if step.place == "-":  # kernels of plain modules are not told apart
             cells = (_Cell("–"),) * len(cells)
-        yield _Row(step, False, bool(told.heading), cells)
+        return _Row(step, not step.steps, inside, cells)
+
+    rows = []
+    told = view.runs_backward if stage == "backward" else lambda _: True
+    for heading, _, steps in view.layers(stage, told):
+        if heading:
+            everything = [[n] for step in steps for n in step.steps]
+            rows.append(row(StepRow("", heading, "", "", ()), False, *everything))
+        rows += [row(step, bool(heading), step.steps) for step in steps]
+    titles = ("Ops", "Operations")
+    counted = ("Launches", "Read", "Written", "Saved")[: 4 if stage == "forward" else 3]
+    return titles + counted * (counts is not None), tuple(rows)
 
 
 def _cells(
@@ -270,23 +247,22 @@ def _cells(
 # Reasons.
 
 
-def _entry(plan: Plan, record: FusionRecord) -> _Entry:
+def _entry(view: PlanView, record: FusionRecord) -> _Entry:
     off = switched_off(record)
-    lines = () if off else tuple(everywhere(plan, record))
+    lines = () if off else tuple(everywhere(view, record))
     status = off.partition(" ")[0] or record.status
     said = off.partition(" (")[2].removesuffix(")") if off else outcome(record)
     is_open = not off and bool(record.matches or record.refusals)
     return _Entry(record.name, record.stage, status, said, lines, is_open)
 
 
-def _quantised(plan: Plan) -> Iterator[_Entry]:
+def _quantised(view: PlanView) -> Iterator[_Entry]:
     """One entry about quantised compute, if a recipe is active."""
+    plan = view.plan
     if plan.env.recipe is None:
         return
-    reasons: dict[str, list[int]] = {}
-    for at, no in plan.high_precision:
-        reasons.setdefault(str(no), []).append(at)
-    lines = [f"{places(plan, at)}: {no}" for no, at in reasons.items()]
+    declined = together((no, at) for at, no in plan.high_precision)
+    lines = [f"{places(view, at)}: {no}" for no, at in declined.items()]
     lines += [str(edge) for edge in plan.edges]
     lines += [str(choice) for choice in plan.gemms]
     count = f"operations {joined_numbers(plan.quantized)}" if plan.quantized else "no operation"

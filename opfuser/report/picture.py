@@ -9,11 +9,11 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import Plan
-from ..engine.plan_text import computed_by, runs_backward
+from ..engine.plan_view import PlanView
 from ..errors import counted
 from ..op.kinds import is_built_in
-from .columns import Columns, Section, channels, columns
-from .layout import MARGIN, Layout, Line, fusion_of
+from .columns import Columns, Section, columns
+from .layout import MARGIN, Layout, Line
 from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect, text, titled
 from .sizes import in_bytes
 
@@ -92,8 +92,9 @@ class _Rows(NamedTuple):
 class _Picture:
     def __init__(self, plan: Plan, traffic: Traffic | None, totals: Totals | None) -> None:
         self.plan = plan
+        self.view = PlanView(plan)
         self.totals = totals
-        self.found: Columns = columns(plan)
+        self.found: Columns = columns(self.view)
         self.layout = Layout(self.found)
         self.saved = _saved(plan, self.found, traffic)
         at = self.found.of_ops
@@ -123,7 +124,7 @@ class _Picture:
         return "\n".join([opening, f"<style>{STYLE}</style>", paper, *self.parts, "</svg>"])
 
     def _arcs(self) -> Iterator[_Arc]:
-        for name, *ends in channels(self.plan):
+        for name, *ends in self.view.channels:
             (start, n, r), (stop, m, q) = (self.found.shown(self.found.of_ops[i]) for i in ends)
             source, target = (
                 f"op {self.found.columns[c].op} {self.found.columns[c].kind}" for c in (start, stop)
@@ -196,14 +197,14 @@ class _Picture:
     def _pass(self, n: int, line: Line, y: float) -> None:
         self._row_name(("forward", "backward")[n], y + self.layout.height / 2)
         for span in (self.found.forward, self.found.backward)[n]:
-            name = fusion_of(span)
+            name = span.step.title
             if not name or span.start not in line.x:
                 continue
             left, right = line.x[span.start] - _PAD, self._right(line, span.stop - 1) + _PAD
             height = self.layout.height + _STRIP + _PAD
             frame = rect("frame", left, y - _PAD, right - left, height + _PAD, 7)
             frame += text(left + 7, y + height - 7, cut(name, right - left - 8, SMALL), "fusion")
-            told = ", ".join(computed_by(self.plan, span.step))
+            told = ", ".join(self.view.kernels(span.step))
             self.parts.append(titled(frame, f"{name}: {told}" if told else name))
         self._flow(n, line, y + self.layout.height / 2)
         for c in line.columns:
@@ -212,7 +213,7 @@ class _Picture:
 
     def _framed(self, n: int, c: int) -> bool:
         span = self.layout.steps[n].get(c)
-        return span is not None and bool(fusion_of(span))
+        return span is not None and bool(span.step.title)
 
     def _box(self, n: int, c: int, x: float, y: float) -> None:
         column, width, height = self.found.columns[c], self.layout.widths[c], self.layout.height
@@ -238,7 +239,7 @@ class _Picture:
         if n == 1 and not self._runs(c):
             told.append("no gradient is needed")
         elif not self._framed(n, c):
-            told += computed_by(self.plan, self.layout.steps[n][c].step)
+            told += self.view.kernels(self.layout.steps[n][c].step)
         return ", ".join(told)
 
     def _flow(self, n: int, line: Line, y: float) -> None:
@@ -338,9 +339,8 @@ class _Picture:
         callers = any(
             None in op._extra_input_channels or any(op._extra_output_to_caller) for op in ops
         )
-        idle = any(not runs_backward(plan, step) for step in plan.backward)
         modules = any(column.op is None for column in self.found.columns)
-        framed = any(map(fusion_of, (*self.found.forward, *self.found.backward)))
+        framed = any(step.title for step in (*plan.forward, *plan.backward))
         down = (11.0, -10.0), (11.0, 3.0)
         entries = [
             (framed, rect("frame", 0, -9, 22, 12, 3), "one step"),
@@ -348,7 +348,7 @@ class _Picture:
             (self.arcs, path("channel", "M2 3V-3q0 -6 6 -6H14q6 0 6 6V3"), "channel"),
             (callers, arrow("caller", *down), "of the caller"),
             (plan.edges, path("flow codes", "M1 -3H21"), "as codes"),
-            (idle, rect("op idle", 0, -9, 22, 12, 3), "no gradient"),
+            (self.view.idle, rect("op idle", 0, -9, 22, 12, 3), "no gradient"),
             (modules, rect("module", 0, -9, 22, 12, 3), "plain module"),
         ]
         x = 12.0
