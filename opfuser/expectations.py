@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .engine.folding import joined_names, like
+from .engine.folding import joined_paths
 from .engine.plan import FusionRecord, Plan
 from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among, explain
 from .fuser import OperationFuser
@@ -23,7 +23,6 @@ __all__ = [
     "can_fuse",
     "last_plans",
     "occurrences",
-    "places",
     "reasons",
     "reasons_by_place",
     "require_fusions",
@@ -276,19 +275,10 @@ def reasons_by_place(plans: Mapping[str, Plan], name: str) -> list[str]:
             more = sum(map(len, said.values())) - sum(map(len, list(said.values())[:n]))
             lines.append(f"  and {more} more Sequentials")
             break
-        place = places(paths)
+        place = joined_paths(paths)
         lines += [f"  {place}:"] if place else []
         lines += indent(text, "    " if place else "  ").splitlines()
     return lines
-
-
-def places(paths: Sequence[str]) -> str:
-    """Paths in a model, equal layers together; empty for the model itself."""
-    alike: dict[str, list[str]] = {}
-    for path in paths:
-        alike.setdefault(like(path), []).append(path)
-    texts = [joined_names(group) for group in alike.values()]
-    return ", ".join(texts[:_MOST_PLACES] + ["..."] * (len(texts) > _MOST_PLACES))
 
 
 def _matches(plan: Plan, name: str) -> int:

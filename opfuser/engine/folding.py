@@ -15,10 +15,10 @@ __all__ = [
     "joined_names",
     "joined_numbers",
     "joined_parts",
+    "joined_paths",
     "layer_of",
     "like",
     "place_in_layer",
-    "places",
     "repeated",
     "varying",
 ]
@@ -180,8 +180,8 @@ def joined_names(names: Sequence[str]) -> str:
     return ".".join(map(str, joined_parts(names)))
 
 
-def places(names: Sequence[str], most: int) -> str:
-    """Names, those that differ in numbers alone as one; empty for one that is empty."""
+def joined_paths(names: Sequence[str], most: int = 4) -> str:
+    """Names, those that differ in numbers alone as one; of more than ``most`` the first."""
     texts = [*map(joined_names, together((like(name), name) for name in names).values())]
     return ", ".join(texts[:most] + ["..."] * (len(texts) > most))
 

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from .. import __version__
+from ..engine.folding import joined_paths
 from ..engine.plan import Plan
 from ..errors import TargetError, counted, explain
-from ..expectations import occurrences, places, reasons_by_place
+from ..expectations import occurrences, reasons_by_place
 from ..fusion import STAGES
 from ..registry import fusions
 from .conversion import no_sequences
@@ -73,7 +74,7 @@ class Change(NamedTuple):
     why: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = places(self.paths)
+        where = joined_paths(self.paths)
         place = f" in {where}" if where else ""
         each = " each" if len(self.paths) > 1 else ""
         return f"{self.fusion} ({self.stage}){place}: {self.before} -> {self.now}{each}"
