@@ -305,13 +305,14 @@ class Plan(_Compared):
 
 
 def shown(plan: Plan, way: str, *args: Any) -> Any:
-    """A plan as text or data, by what stands above plans and is loaded when a plan is shown."""
+    """A plan as text, data or files, by what stands above plans and is loaded once it is asked."""
     module, name = _WAYS[way]
     return getattr(import_module(f"opfuser.{module}"), name)(plan, *args)
 
 
 _WAYS = {
     "data": ("report.plan_json", "plan_data"),
+    "dump": ("engine.dumps", "dump"),
     "log": ("engine.plan_text", "log_lines"),
     "html": ("report.picture", "card"),
     "program": ("engine.program", "program_text"),

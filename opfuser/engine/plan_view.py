@@ -248,7 +248,7 @@ class PlanView:
         return tuple(dict.fromkeys(out))
 
     def about_kernels(self) -> str:
-        """One sentence: whose kernels these are, and where they are not those that steps declare."""
+        """One sentence: whose kernels run, and where they are not those that steps declare."""
         device = self.plan.env.device.type
         steps = [*self.plan.forward, *self.plan.backward]
         lost = {

@@ -19,6 +19,7 @@ __all__ = [
     "fusion_lines",
     "outcome",
     "places",
+    "rules_of",
     "switched_off",
     "why",
     "wrapped",
@@ -180,21 +181,18 @@ def why(plan: Plan, name: str, at: int | None = None) -> str:
     for record in records:
         told = everywhere(view, record) if at is None else _at(view, record, at)
         lines += wrapped(f"{name} ({record.stage}): {switched_off(record) or record.status}")
-        lines += _pattern(record)
+        for rule in rules_of(record):
+            texts = [element.name + "?" * element.optional for element in rule.elements]
+            lines += wrapped(f"pattern: {', '.join(texts)}", 2)
         for text in told:
             lines += wrapped(text, 2)
     return "\n".join(lines)
 
 
-def _pattern(record: FusionRecord) -> list[str]:
-    """The pattern, if the fusion is still registered and has one."""
-    for handle in registry:
-        if (handle.name, handle.stage) == (record.name, record.stage):
-            rule = handle.function
-            if isinstance(rule, Fusion):
-                texts = [e.name + "?" * e.optional for e in rule.elements]
-                return wrapped(f"pattern: {', '.join(texts)}", 2)
-    return []
+def rules_of(record: FusionRecord) -> list[Fusion]:
+    """The fusion of a record, if it is still registered and has a pattern."""
+    named = (h.function for h in registry if (h.name, h.stage) == (record.name, record.stage))
+    return [rule for rule in named if isinstance(rule, Fusion)]
 
 
 def everywhere(view: PlanView, record: FusionRecord) -> Iterator[str]:
@@ -206,7 +204,9 @@ def everywhere(view: PlanView, record: FusionRecord) -> Iterator[str]:
         yield f"refused at {text}"
     refused = {at for at, _ in record.refusals}
     near = (n for n in record.near_misses if n.start not in refused)
-    for (matched, no), starts in together(((n.matched, n.stopped_by), n.start) for n in near).items():
+    for (matched, no), starts in together(
+        ((n.matched, n.stopped_by), n.start) for n in near
+    ).items():
         yield _stopped(view, matched, no, starts)
     if record.status == "unmatched" and not record.near_misses:
         yield "no operation begins the pattern"

@@ -91,7 +91,10 @@ def test_each_pass_is_folded_by_its_own_steps() -> None:
     made = plan("ABAB", rule("A B", "backward", name="pair"))
     assert PlanView(made).folds("forward") == (Fold(0, 2, 2),)
     assert PlanView(made).folds("backward") == (Fold(0, 1, 2),)
-    assert (PlanView(made).folds("backward")[0].saved, PlanView(made).folds("forward")[0].saved) == (1, 2)
+    assert (
+        PlanView(made).folds("backward")[0].saved,
+        PlanView(made).folds("forward")[0].saved,
+    ) == (1, 2)
 
 
 @pytest.mark.parametrize(
