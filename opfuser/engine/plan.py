@@ -26,6 +26,7 @@ __all__ = [
     "expand",
     "needs_of",
     "quantizers_between",
+    "span",
     "together",
 ]
 
@@ -68,9 +69,14 @@ class Step(_Compared):
     path: str = ""
 
     @property
+    def name(self) -> str:
+        """The fusion, or the class of what no fusion built."""
+        return self.fusion or type(self.op).__name__
+
+    @property
     def title(self) -> str:
-        """The fusion, or the class of what covers several operations without one; else empty."""
-        return self.fusion or (type(self.op).__name__ if len(self.indices) > 1 else "")
+        """The name, if a fusion built it or it covers several operations; else empty."""
+        return self.name if self.fusion or len(self.indices) > 1 else ""
 
     def _says(self) -> Hashable:
         return type(self.op), self.indices, self.fusion, self.path
@@ -320,6 +326,11 @@ _WAYS = {
     "text": ("engine.plan_text", "text"),
     "why": ("engine.reasons", "why"),
 }
+
+
+def span(indices: Sequence[int]) -> str:
+    """Consecutive operations: ``3-5``."""
+    return "-".join(map(str, dict.fromkeys((*indices[:1], *indices[-1:])))) or "-"
 
 
 def together(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ..errors import counted
 from ..events.kinds import FallbackTaken
 from .folding import joined_numbers
-from .plan import Plan, Step, together
-from .plan_view import PlanView, Stage, span
+from .plan import Plan, Step, span, together
+from .plan_view import PlanView, Stage
 from .reasons import fusion_lines, places, wrapped
 
 __all__ = ["log_lines", "text"]

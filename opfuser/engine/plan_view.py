@@ -15,10 +15,10 @@ from ..op.kinds import is_built_in
 from ..quantization.quantizers import multiplies
 from .folding import Fold, NamePart, Row, joined_parts, layer_of, like, repeated, varying
 from .plain_modules import replacement
-from .plan import Plan, Step, together
+from .plan import Plan, Step, span, together
 from .routing import PrivateChannel
 
-__all__ = ["Channel", "Layer", "PlanView", "StepRow", "span"]
+__all__ = ["Channel", "Layer", "PlanView", "StepRow"]
 
 Stage = Literal["forward", "backward"]
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -224,10 +224,8 @@ class PlanView:
         if lead:
             label = f"({' + '.join(_runs(lead))} +) {label}"
         notes = dict.fromkeys(self._notes[i] for i in step.indices if i in self._notes)
-        fusion = step.title
-        return StepRow(
-            span(step.indices), label, fusion, ", ".join([*self.kernels(step), *notes]), at
-        )
+        told = ", ".join([*self.kernels(step), *notes])
+        return StepRow(span(step.indices), label, step.title, told, at)
 
     # What computes a step.
 
@@ -317,13 +315,6 @@ class PlanView:
                 if channel is not None:
                     sources[key(channel, i)] = i
         return tuple(found)
-
-
-def span(indices: Sequence[int]) -> str:
-    """Consecutive operations: ``3-5``."""
-    if not indices:
-        return "-"
-    return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
 
 
 def _declared(op: nn.Module) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from ..fused import FUSIONS
 from ..fusion import Fusion, Refusal
 from ..registry import registry
 from .folding import joined_names, joined_numbers, like, place_in_layer
-from .plan import FusionRecord, Plan, together
-from .plan_view import PlanView, span
+from .plan import FusionRecord, Plan, span, together
+from .plan_view import PlanView
 
 __all__ = [
     "everywhere",
