@@ -12,8 +12,7 @@ from ..engine.plan import Plan
 from ..engine.plan_view import PlanView
 from ..errors import counted
 from ..op.kinds import is_built_in
-from .columns import Columns, Section, columns
-from .layout import MARGIN, Layout, Line
+from .layout import MARGIN, Layout, Line, Section
 from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect, text, titled
 from .sizes import in_bytes
 
@@ -94,10 +93,9 @@ class _Picture:
         self.plan = plan
         self.view = PlanView(plan)
         self.totals = totals
-        self.found: Columns = columns(self.view)
-        self.layout = Layout(self.found)
-        self.saved = _saved(plan, self.found, traffic)
-        at = self.found.of_ops
+        self.layout = Layout(self.view)
+        self.saved = _saved(plan, self.layout, traffic)
+        at = self.layout.of_ops
         self.codes = {(e.stage, at[e.source], at[e.target]): str(e) for e in plan.edges}
         self.notes = dict(plan.notes)
         self.arcs = _levels(self._arcs())
@@ -124,14 +122,14 @@ class _Picture:
         return "\n".join([opening, f"<style>{STYLE}</style>", paper, *self.parts, "</svg>"])
 
     def _arcs(self) -> Iterator[_Arc]:
+        layout = self.layout
         for name, *ends in self.view.channels:
-            (start, n, r), (stop, m, q) = (self.found.shown(self.found.of_ops[i]) for i in ends)
-            source, target = (
-                f"op {self.found.columns[c].op} {self.found.columns[c].kind}" for c in (start, stop)
-            )
-            title = f"channel {name}".strip() + f", {source} to {target}"
+            (start, n, r), (stop, m, q) = (layout.shown(layout.of_ops[i]) for i in ends)
+            shown = layout.columns[start], layout.columns[stop]
+            title = f"channel {name}".strip() + ", "
+            title += " to ".join(f"op {column.op} {column.kind}" for column in shown)
             if n == m and r != q:
-                section = self.found.sections[n]
+                section = layout.sections[n]
                 title += " of the next repetition"
                 yield _Arc(start, section.stop - 1, True, False, name, title)
                 yield _Arc(section.start, stop, False, True, name, title)
@@ -143,7 +141,7 @@ class _Picture:
         inside = set(line.columns)
         sections = [
             s
-            for s in self.found.sections
+            for s in self.layout.sections
             if s.heading and not inside.isdisjoint(range(s.start, s.stop))
         ]
         arcs = [
@@ -184,8 +182,8 @@ class _Picture:
         first, last = section.repetitions[0]
         lacks = section.stop - section.start - (last - first)
         if lacks:
-            missing = self.found.columns[section.start : section.start + lacks]
-            names = ", ".join(f"{column.name} {column.kind}".strip() for column in missing)
+            missing = self.layout.columns[section.start : section.start + lacks]
+            names = ", ".join(map(str, missing))
             shapes = titled(shapes, f"The first of them has nothing in the place of {names}")
         self.parts.append(shapes)
 
@@ -196,7 +194,7 @@ class _Picture:
 
     def _pass(self, n: int, line: Line, y: float) -> None:
         self._row_name(("forward", "backward")[n], y + self.layout.height / 2)
-        for span in (self.found.forward, self.found.backward)[n]:
+        for span in self.layout.passes[n]:
             name = span.step.title
             if not name or span.start not in line.x:
                 continue
@@ -216,7 +214,7 @@ class _Picture:
         return span is not None and bool(span.step.title)
 
     def _box(self, n: int, c: int, x: float, y: float) -> None:
-        column, width, height = self.found.columns[c], self.layout.widths[c], self.layout.height
+        column, width, height = self.layout.columns[c], self.layout.widths[c], self.layout.height
         idle = " idle" if n == 1 and not self._runs(c) else ""
         shape = "module" if column.op is None else "op"
         parts = [rect(shape + idle, x, y, width, height, 5)]
@@ -230,8 +228,8 @@ class _Picture:
         self.parts.append(titled("".join(parts), self._about(n, c)))
 
     def _about(self, n: int, c: int) -> str:
-        column = self.found.columns[c]
-        told = [f"{column.name} {column.kind}".strip()]
+        column = self.layout.columns[c]
+        told = [str(column)]
         if column.op is None:
             told.append("a plain module")
         elif column.op in self.notes:
@@ -264,7 +262,7 @@ class _Picture:
         """Whether backward does anything in a column."""
         if c not in self.layout.steps[1]:
             return False
-        op = self.found.columns[c].op
+        op = self.layout.columns[c].op
         return op is None or self.plan.needs[op] is not None
 
     def _hands_on(self, c: int | None, behind: int | None) -> bool:
@@ -273,7 +271,7 @@ class _Picture:
             return False
         if behind is None:
             return True
-        op = self.found.columns[behind].op
+        op = self.layout.columns[behind].op
         needs = None if op is None else self.plan.needs[op]
         return self._runs(behind) and (op is None or (needs is not None and needs.input))
 
@@ -282,10 +280,10 @@ class _Picture:
     def _saved_arrow(self, c: int, line: Line, y: _Rows) -> None:
         if c not in self.saved:
             return
-        column, size = self.found.columns[c], self.saved[c]
+        column, size = self.layout.columns[c], self.saved[c]
         top = y.between if self._framed(0, c) else y.forward + self.layout.height
         bottom = y.backward - (_PAD if self._framed(1, c) else 0)
-        title = f"{column.name} {column.kind} saves ".lstrip()
+        title = f"{column} saves "
         title += "something for backward" if size is None else f"{size:,} bytes for backward"
         title = "; ".join(filter(None, (title, self.codes.get(("joint", c, c)))))
         x = line.x[c] + 14
@@ -318,7 +316,7 @@ class _Picture:
     def _open_ends(self, line: Line, y: float) -> None:
         """Extra inputs that the caller passes, and extra outputs that it gets."""
         for c in line.columns:
-            i = self.found.columns[c].op
+            i = self.layout.columns[c].op
             if i is None:
                 continue
             op = self.plan.basic_ops[i]
@@ -339,7 +337,7 @@ class _Picture:
         callers = any(
             None in op._extra_input_channels or any(op._extra_output_to_caller) for op in ops
         )
-        modules = any(column.op is None for column in self.found.columns)
+        modules = any(column.op is None for column in self.layout.columns)
         framed = any(step.title for step in (*plan.forward, *plan.backward))
         down = (11.0, -10.0), (11.0, 3.0)
         entries = [
@@ -372,7 +370,7 @@ class _Picture:
         return y + 4
 
 
-def _saved(plan: Plan, found: Columns, traffic: Traffic | None) -> dict[int, int | None]:
+def _saved(plan: Plan, found: Layout, traffic: Traffic | None) -> dict[int, int | None]:
     """The columns at which something is saved, and how much, if that is known."""
     if not plan.backward:
         return {}
