@@ -296,6 +296,23 @@ class PlanView:
     # Between operations.
 
     @property
+    def saving(self) -> list[int]:
+        """The operations that declare that they save something for backward.
+
+        Of a fusion with a backward of its own it is the last one: what it saves is its business.
+        """
+        plan, both = self.plan, {(id(step.op), step.indices) for step in self.plan.backward}
+        out = []
+        for step in plan.forward:
+            own = [i for i in step.indices if plan.needs[i] is not None]
+            if len(step.indices) > 1 and (id(step.op), step.indices) in both:
+                out += own[-1:]
+            else:
+                ops = ((i, plan.basic_ops[i]) for i in own)
+                out += [i for i, op in ops if op.Saved is not None or not is_built_in(op)]
+        return out
+
+    @property
     def channels(self) -> tuple[Channel, ...]:
         """The channels between the operations, in the order in which they are read."""
         sources: dict[tuple[str, str | None], int] = {}

@@ -38,6 +38,7 @@ from ..expectations import occurrences, reasons_by_place
 from ..fusion import STAGES
 from ..registry import fusions
 from .conversion import no_sequences
+from .inputs import as_text
 from .target import Target
 
 __all__ = [
@@ -273,9 +274,7 @@ def _why(plan: Plan | None, name: str, registered: bool) -> tuple[str, ...]:
 
 
 def _input(t: Tensor) -> str:
-    shape = "x".join(map(str, t.shape))
-    dtype = str(t.dtype).removeprefix("torch.")
-    return f"{shape}:{dtype}" + (", requires_grad" if t.requires_grad else "")
+    return as_text(t) + (", requires_grad" if t.requires_grad else "")
 
 
 def _call(call: Mapping[str, Any]) -> str:

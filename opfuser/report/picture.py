@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..engine.plan import Plan
 from ..engine.plan_view import PlanView
 from ..errors import counted
-from ..op.kinds import is_built_in
 from .layout import MARGIN, Layout, Line, Section
 from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect, text, titled
 from .sizes import in_bytes
@@ -74,13 +73,7 @@ class _Arc(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where the rows of a line are.
-
-    Attributes:
-        forward, backward: the upper edges of boxes.
-        between: the lower edge of frames of forward.
-        bottom: the lower edge of all.
-    """
+    """Heights in a line: the boxes of both passes, below frames of forward, and below all."""
 
     forward: float
     between: float
@@ -94,8 +87,9 @@ class _Picture:
         self.view = PlanView(plan)
         self.totals = totals
         self.layout = Layout(self.view)
-        self.saved = _saved(plan, self.layout, traffic)
         at = self.layout.of_ops
+        saved = dict.fromkeys(self.view.saving) if traffic is None else traffic.saved
+        self.saved = {at[i]: size for i, size in saved.items()} if plan.backward else {}
         self.codes = {(e.stage, at[e.source], at[e.target]): str(e) for e in plan.edges}
         self.notes = dict(plan.notes)
         self.arcs = _levels(self._arcs())
@@ -368,29 +362,6 @@ class _Picture:
                 self.parts.append(text(12, y + 8, part, "legend"))
                 y += 14
         return y + 4
-
-
-def _saved(plan: Plan, found: Layout, traffic: Traffic | None) -> dict[int, int | None]:
-    """The columns at which something is saved, and how much, if that is known."""
-    if not plan.backward:
-        return {}
-    if traffic is not None:
-        return {found.of_ops[i]: size for i, size in traffic.saved.items()}
-    both = {(id(step.op), step.indices) for step in plan.backward}
-    out: dict[int, int | None] = {}
-    for step in plan.forward:
-        saving = [i for i in step.indices if plan.needs[i] is not None]
-        if len(step.indices) > 1 and (id(step.op), step.indices) in both:
-            saving = saving[-1:]  # what it saves is its own business
-        else:
-            saving = [i for i in saving if _may_save(plan, i)]
-        out.update((found.of_ops[i], None) for i in saving)
-    return out
-
-
-def _may_save(plan: Plan, i: int) -> bool:
-    op = plan.basic_ops[i]
-    return op.Saved is not None or not is_built_in(op)
 
 
 def _levels(arcs: Iterable[_Arc]) -> dict[_Arc, int]:
