@@ -48,15 +48,6 @@ class Fold(NamedTuple):
         """Position behind the last step."""
         return self.start + self.period * self.times
 
-    @property
-    def saved(self) -> int:
-        """How many steps are not shown if one repetition is."""
-        return self.period * (self.times - 1)
-
-    def steps(self) -> list[Fold]:
-        """The steps one by one."""
-        return [Fold(at, 1, 1) for at in range(self.start, self.stop)]
-
 
 def repeated(rows: Sequence[Row]) -> tuple[Fold, ...]:
     """The rows in order, with those that are repeated as one entry."""
@@ -67,7 +58,9 @@ def repeated(rows: Sequence[Row]) -> tuple[Fold, ...]:
         layers = [row.layer for row in rows[at : found.stop]]
         if at and layers[0] and layers[0] == rows[at - 1].layer and len(set(layers)) > 1:
             found = Fold(at, 1, 1)  # what repeats begins with a layer, not within one
-        folds.append(found)
+        # One line saved is not worth a heading.
+        single = found.period * (found.times - 1) < 2
+        folds += [Fold(n, 1, 1) for n in range(at, found.stop)] if single else [found]
         at = found.stop
     return tuple(folds)
 

@@ -9,6 +9,7 @@ from ..errors import counted
 from ..events.kinds import FallbackTaken
 from .folding import joined_numbers
 from .plan import Plan, Step, span, together
+from .plan_layers import layers
 from .plan_view import PlanView, Stage
 from .reasons import fusion_lines, places, wrapped
 
@@ -71,10 +72,10 @@ def _pass_lines(view: PlanView, stage: Stage) -> list[str]:
     if stage == "backward":
         but = ", but" if any(map(told, view.plan.backward)) else ""
         lines = [f"backward: the steps of forward in reverse{but}"]
-    layers = view.layers(stage, told)
-    width = max((len(row.place) for layer in layers for row in layer.rows), default=0)
+    found = layers(view, stage, told)
+    width = max((len(row.place) for layer in found for row in layer.rows), default=0)
     before: dict[tuple[str, ...], str] = {}
-    for heading, prefix, rows in layers:
+    for heading, prefix, rows in found:
         labels = tuple(row.label for row in rows)
         if heading and labels in before:
             lines += wrapped(f"{heading}: as {before[labels]}", 2)

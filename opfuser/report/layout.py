@@ -152,16 +152,15 @@ class Layout:
             ops = [c.op for c in self.columns[start:stop] if c.op is not None]
             rows.append(view.row(kind, ops, self.columns[stop - 1].name))
         sections = []
-        for entry in repeated(rows):
-            for part in [entry] if entry.saved > 1 else entry.steps():
-                borders = [stretches[n][0] for n in range(part.start, part.stop, part.period)]
-                repetitions = tuple(pairwise([*borders, stretches[part.stop - 1][1]]))
-                sizes = [stop - start for start, stop in repetitions]
-                shown = sizes.index(max(sizes))
-                first = part.start + shown * part.period
-                inside = tuple(stretches[first : first + part.period])
-                told = self._heading(repetitions, shown) if part.times > 1 else ("", "")
-                sections.append(Section(*told, repetitions, shown, inside))
+        for part in repeated(rows):
+            borders = [stretches[n][0] for n in range(part.start, part.stop, part.period)]
+            repetitions = tuple(pairwise([*borders, stretches[part.stop - 1][1]]))
+            sizes = [stop - start for start, stop in repetitions]
+            shown = sizes.index(max(sizes))
+            first = part.start + shown * part.period
+            inside = tuple(stretches[first : first + part.period])
+            told = self._heading(repetitions, shown) if part.times > 1 else ("", "")
+            sections.append(Section(*told, repetitions, shown, inside))
         return sections
 
     def _heading(self, repetitions: Sequence[tuple[int, int]], shown: int) -> tuple[str, str]:

@@ -13,7 +13,8 @@ from markupsafe import Markup
 from .. import __version__
 from ..engine.folding import joined_names, joined_numbers
 from ..engine.plan import FusionRecord, Plan, together
-from ..engine.plan_view import Layer, PlanView, StepRow
+from ..engine.plan_layers import Layer, StepRow, layers
+from ..engine.plan_view import PlanView
 from ..engine.reasons import everywhere, outcome, places, switched_off
 from ..errors import counted
 from .picture import picture
@@ -102,7 +103,7 @@ def _tables(view: PlanView, traffic: Traffic | None) -> Iterator[dict[str, Any]]
     yield {
         "title": "Forward",
         "columns": ops if traffic is None else ops + sums,
-        "rows": _rows(view.layers("forward"), counts),
+        "rows": _rows(layers(view, "forward"), counts),
         "note": "",
     }
     if not view.plan.backward:
@@ -112,17 +113,17 @@ def _tables(view: PlanView, traffic: Traffic | None) -> Iterator[dict[str, Any]]
     yield {
         "title": "Backward, in the order in which it runs",
         "columns": ops if traffic is None else ops + sums[:3],
-        "rows": _rows(view.layers("backward", view.runs_backward), counts),
+        "rows": _rows(layers(view, "backward", view.runs_backward), counts),
         "note": f"No gradient is needed of {places(view, view.idle)}." if view.idle else "",
     }
 
 
 def _rows(
-    layers: Sequence[Layer], counts: Sequence[StepTraffic] | None
+    found: Sequence[Layer], counts: Sequence[StepTraffic] | None
 ) -> list[tuple[str, StepRow | None, list[tuple[str, int]]]]:
     """Rows with the heading above them, the step if they are none, and numbers with their share."""
     rows: list[tuple[str, StepRow | None, list[tuple[str, int]]]] = []
-    for heading, _, steps in layers:
+    for heading, _, steps in found:
         if heading:
             rows.append(
                 (heading, None, _cells(counts, [[n] for step in steps for n in step.steps]))

@@ -91,7 +91,6 @@ class _Picture:
         saved = dict.fromkeys(self.view.saving) if traffic is None else traffic.saved
         self.saved = {at[i]: size for i, size in saved.items()} if plan.backward else {}
         self.codes = {(e.stage, at[e.source], at[e.target]): str(e) for e in plan.edges}
-        self.notes = dict(plan.notes)
         self.arcs = _levels(self._arcs())
         self.parts: list[str] = []
 
@@ -226,8 +225,8 @@ class _Picture:
         told = [str(column)]
         if column.op is None:
             told.append("a plain module")
-        elif column.op in self.notes:
-            told.append(self.notes[column.op])
+        elif column.op in self.view.notes:
+            told.append(self.view.notes[column.op])
         if n == 1 and not self._runs(c):
             told.append("no gradient is needed")
         elif not self._framed(n, c):

@@ -41,6 +41,7 @@ NOT_LOADED = (
     "basic.dot_product_attention",
     "cli",
     "engine.folding",
+    "engine.plan_layers",
     "engine.plan_text",
     "engine.plan_view",
     "engine.reasons",
