@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .engine.folding import joined_names, like
-from .engine.plan import FusionRecord, Plan
+from .engine.folding import joined_paths
+from .engine.plan import FusionRecord, Plan, together
+from .engine.reasons import rules_of
 from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among, explain
 from .fuser import OperationFuser
-from .fusion import Fusion, Match, Refusal, Stage
+from .fusion import Refusal, Stage
 from .op import FusibleOperation
 from .registry import registry
 from .sequential import Sequential
@@ -23,7 +24,6 @@ __all__ = [
     "can_fuse",
     "last_plans",
     "occurrences",
-    "places",
     "reasons",
     "reasons_by_place",
     "require_fusions",
@@ -235,19 +235,9 @@ def _conflicts(plan: Plan, record: FusionRecord) -> Iterator[Refusal]:
     """Which fusions have taken operations that this one would take, where it found none."""
     if record.status != "unmatched":
         return
-    rules = [h.function for h in registry if (h.name, h.stage) == (record.name, record.stage)]
     steps = plan.backward if record.stage == "backward" else plan.forward
-    for rule in rules:
-        if not isinstance(rule, Fusion):
-            continue
-        matches: list[Match] = []
-
-        def note(match: Match, matches: list[Match] = matches) -> Refusal:
-            matches.append(match)
-            return Refusal("CONFLICT", "not built here")
-
-        rule.scan(plan.basic_ops, plan.env, note)
-        for match in matches:
+    for rule in rules_of(record):
+        for match in rule.places(plan.basic_ops, plan.env):
             if rule.refusal(match, plan.basic_ops, plan.env) is None:
                 place = set(range(match.start, match.stop))
                 for step in steps:
@@ -262,37 +252,23 @@ def reasons_by_place(plans: Mapping[str, Plan], name: str) -> list[str]:
         plans: by path.
         name: of the fusion.
     """
-    said: dict[str, list[str]] = {}
-    for path, plan in sorted(plans.items(), key=lambda item: _matches(item[1], name)):
-        if any(record.name == name for record in plan.history):
-            lost = [no for r in plan.history if r.name == name for no in _conflicts(plan, r)]
-            text = "\n".join([plan.why(name), *(f"  {no}" for no in dict.fromkeys(lost))])
-        else:
-            text = "it was not registered when the plan was made"
-        said.setdefault(text, []).append(path)
+    records = {path: [r for r in p.history if r.name == name] for path, p in plans.items()}
+
+    def became(path: str) -> str:
+        if not records[path]:
+            return "it was not registered when the plan was made"
+        lost = [f"  {no}" for record in records[path] for no in _conflicts(plans[path], record)]
+        return "\n".join([plans[path].why(name), *dict.fromkeys(lost)])
+
+    fewest = sorted(plans, key=lambda path: sum(len(r.matches) for r in records[path]))
+    said = list(together((became(path), path) for path in fewest).items())
     lines: list[str] = []
-    for n, (text, paths) in enumerate(said.items()):
-        if n == _MOST_PLACES:
-            more = sum(map(len, said.values())) - sum(map(len, list(said.values())[:n]))
-            lines.append(f"  and {more} more Sequentials")
-            break
-        place = places(paths)
+    for text, paths in said[:_MOST_PLACES]:
+        place = joined_paths(paths)
         lines += [f"  {place}:"] if place else []
         lines += indent(text, "    " if place else "  ").splitlines()
-    return lines
-
-
-def places(paths: Sequence[str]) -> str:
-    """Paths in a model, equal layers together; empty for the model itself."""
-    alike: dict[str, list[str]] = {}
-    for path in paths:
-        alike.setdefault(like(path), []).append(path)
-    texts = [joined_names(group) for group in alike.values()]
-    return ", ".join(texts[:_MOST_PLACES] + ["..."] * (len(texts) > _MOST_PLACES))
-
-
-def _matches(plan: Plan, name: str) -> int:
-    return sum(len(record.matches) for record in plan.history if record.name == name)
+    more = sum(len(paths) for _, paths in said[_MOST_PLACES:])
+    return [*lines, f"  and {more} more Sequentials"] if more else lines
 
 
 def _check_name(name: str, known: Sequence[str] | set[str]) -> None:

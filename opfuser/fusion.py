@@ -448,6 +448,17 @@ class Fusion:
             at += 1
         return Scan(out, matches, refusals, near)
 
+    def places(self, ops: Sequence[FusibleOperation], env: Env) -> list[Match]:
+        """Every match in ``ops``, as if each was declined: nothing is built."""
+        found: list[Match] = []
+
+        def note(match: Match) -> Refusal:
+            found.append(match)
+            return Refusal("CONFLICT", "not built here")
+
+        self.scan(ops, env, note)
+        return found
+
     def refusal(self, found: Match, ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
         """What ``refuses`` says to a match in ``ops``."""
         if self.refuses is None:

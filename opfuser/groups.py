@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from .change_tracking import Tracked, has_hooks, is_compiled, replaces_forward
+from .change_tracking import Tracked, has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
-from .engine.plain_modules import assumed_output, is_known, replacement
-from .engine.plan import FusionRecord, Plan, Step, expand
+from .engine.plain_modules import assumed_output, is_known
+from .engine.plan import Plan, expand
 from .engine.routing import (
     CLOSED,
     Channels,
@@ -28,14 +25,8 @@ from .errors import counted
 from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
 from .fuser import OperationFuser
-from .fusion import Env, Fusion, Match, Refusal
-from .op import (
-    BasicOperation,
-    FusedOperation,
-    FusibleOperation,
-)
+from .op import BasicOperation, FusedOperation, FusibleOperation
 from .op.kinds import has_called_parts, must_be_called
-from .registry import FusionHandle, registry
 from .traced_calls import TracedCalls
 
 Facts = Tensor | TensorFacts
@@ -111,17 +102,19 @@ class Group(NamedTuple):
         callee = cast(nn.Module, self.callee)
         return has_hooks(callee) if self.split == "HOOK" else _split(callee) == "FORWARD"
 
+    def fusers(self) -> list[OperationFuser]:
+        """Those that calls have gone through; none of a module that is no operation."""
+        callee = self.callee
+        if isinstance(callee, OperationFuser):
+            return [callee]
+        units = cast(FusedOperation, callee).basic_ops if has_called_parts(callee) else [callee]
+        alone = [op._alone for op in units if isinstance(op, FusibleOperation)]
+        return [fuser for fuser in alone if fuser is not None]
+
     def last_plans(self) -> list[Plan]:
         """The plans that were used last, in order; none for a plain module."""
-        callee = self.callee
-        if isinstance(callee, FusibleOperation):
-            units = expand(callee) if has_called_parts(callee) else [callee]
-            last = [None if op._alone is None else op._alone.last_plan for op in units]
-        else:
-            last = [
-                callee.last_plan if isinstance(callee, (OperationFuser, NestedSequential)) else None
-            ]
-        return [plan for plan in last if plan is not None]
+        inner = [self.callee] if isinstance(self.callee, NestedSequential) else self.fusers()
+        return [done.last_plan for done in inner if done.last_plan is not None]
 
     def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
         """The plans of a call with tensors like these, and what it returns; nothing is computed."""
@@ -366,227 +359,3 @@ def _as_routed(
     passed = (None,) * module.num_extra_inputs
     got = (ExtraOutput(None, True),) * module.num_extra_outputs
     return RoutedGroup((), (), passed, got, False, name)
-
-
-def join_plans(
-    groups: Sequence[tuple[Group, Sequence[Plan]]],
-    grad_enabled: bool,
-    assumed: tuple[str, ...] = (),
-) -> Plan | None:
-    """One plan over all groups, with the fusions that their boundaries prevented.
-
-    None if no group has a plan.
-
-    Args:
-        groups: each with its plans; a module that is called may have none.
-        grad_enabled: whether such a module takes part in backward.
-        assumed: assumptions of the plans.
-    """
-    forward: list[Step] = []
-    backward: list[Step] = []
-    joined: list[Plan] = []
-    first = 0
-    scanned: list[_Scanned] = []
-    cuts: dict[int, Refusal] = {}
-    records: dict[tuple[str, str], FusionRecord] = {}
-    before: Group | None = None
-    for group, plans in groups:
-        cut = group if group.split or before is None else before
-        if before is not None and cut.split:
-            cuts[len(scanned)] = _boundary(cut)
-        before = group
-        if not plans:
-            step = Step(cast(nn.Module, group.callee), ())
-            forward.append(step)
-            backward += [step] if grad_enabled else []
-            scanned += [_Scanned(first, op) for op in group.ops]
-            instead = replacement(step.op)
-            if instead is not None:
-                kind = type(step.op).__name__
-                why = f"torch.nn.{kind} stands where {instead.text} would fit"
-                no = Refusal("GROUP_SPLIT", why)
-                scanned += [_Scanned(first, op, no) for op in instead.operations]
-        for plan in plans:
-            joined.append(_counted_from(first, plan))
-            forward += joined[-1].forward
-            backward += joined[-1].backward
-            for record in plan.history:
-                _merge(records, record, first)
-            scanned += [_Scanned(n, op) for n, op in enumerate(plan.basic_ops, first)]
-            first += len(plan.basic_ops)
-    if not joined:
-        return None
-    env = joined[0].env
-    _note_boundaries(records, scanned, cuts, env)
-    fields: dict[str, Any] = {
-        name: tuple(chain.from_iterable(getattr(plan, name) for plan in joined)) for name in _JOINED
-    }
-    fields |= {"forward": tuple(forward), "backward": tuple(backward)}
-    return Plan(**fields, history=tuple(records.values()), env=env, assumed=assumed)
-
-
-# Fields of a plan over several groups that are those of their plans, one behind another.
-_JOINED = (
-    "basic_ops needs quantized high_precision edges notes gemms replays recordings numbers groups"
-).split()
-
-
-def _counted_from(first: int, plan: Plan) -> Plan:
-    """The plan with operations counted from ``first`` on, but for its history."""
-    return replace(
-        plan,
-        forward=tuple(_shift(step, first) for step in plan.forward),
-        backward=tuple(_shift(step, first) for step in plan.backward),
-        quantized=_shifted(plan.quantized, first),
-        high_precision=tuple((first + n, why) for n, why in plan.high_precision),
-        edges=tuple(edge.behind(first) for edge in plan.edges),
-        notes=tuple((first + n, note) for n, note in plan.notes),
-        gemms=tuple(choice._replace(op=first + choice.op) for choice in plan.gemms),
-        replays=tuple(r._replace(indices=_shifted(r.indices, first)) for r in plan.replays),
-        recordings=tuple(r._replace(indices=_shifted(r.indices, first)) for r in plan.recordings),
-        groups=plan.groups or (plan,),
-    )
-
-
-_WHY = {
-    "HOOK": "carries hooks",
-    "FORWARD": "has a forward of its own",
-    "GROUP_SPLIT": "stands between",
-}
-_GATHERED = "is a unit of fully_shard, whose parameters are gathered when it is called"
-
-
-def _boundary(group: Group) -> Refusal:
-    """Why nothing is fused across the border of a module that is called."""
-    code, why, callee = group.split, _WHY[group.split], group.callee
-    if group.split == "FORWARD" and isinstance(callee, FusibleOperation):
-        why = callee.own_forward() or why
-    if _is_sharded(callee):
-        code, why = "COMMUNICATION", _GATHERED
-    elif isinstance(callee, nn.Module) and is_compiled(callee):
-        code, why = "FORWARD", "is compiled by its own compile()"
-    return Refusal(code, f"{type(callee).__name__} {why}")
-
-
-def _is_sharded(module: object) -> bool:
-    """Whether ``module`` is a unit of torch's ``fully_shard``, which is not imported for this."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def _shift(step: Step, first: int) -> Step:
-    return replace(step, indices=_shifted(step.indices, first))
-
-
-def _shifted(indices: tuple[int, ...], first: int) -> tuple[int, ...]:
-    return tuple(i + first for i in indices)
-
-
-def _merge(records: dict[tuple[str, str], FusionRecord], new: FusionRecord, first: int) -> None:
-    new = replace(
-        new,
-        matches=tuple(tuple(i + first for i in match) for match in new.matches),
-        refusals=tuple((at + first, why) for at, why in new.refusals),
-        near_misses=tuple(near._replace(start=near.start + first) for near in new.near_misses),
-    )
-    key = (new.stage, new.name)
-    old = records.get(key)
-    if old is not None:
-        ranks = ("disabled", "skipped", "unmatched", "refused", "matched")
-        new = replace(
-            new,
-            status=max(old.status, new.status, key=ranks.index),
-            matches=old.matches + new.matches,
-            refusals=old.refusals + new.refusals,
-            near_misses=old.near_misses + new.near_misses,
-            elapsed=old.elapsed + new.elapsed,
-        )
-    records[key] = new
-
-
-class _Scanned(NamedTuple):
-    """An operation as if there were no boundaries.
-
-    Attributes:
-        place: its index in the plan, or, of what is not in it, that of the operation behind it.
-        op: the operation; in place of a plain module one that could replace it.
-        stands_in: why it is not fused, if it is in place of a plain module.
-    """
-
-    place: int
-    op: BasicOperation
-    stands_in: Refusal | None = None
-
-
-def _note_boundaries(
-    records: dict[tuple[str, str], FusionRecord],
-    scanned: Sequence[_Scanned],
-    cuts: dict[int, Refusal],
-    env: Env,
-) -> None:
-    """Adds a refusal wherever a pattern would fit if its operations were in one group.
-
-    Or if a plain module among them were an operation.
-
-    Args:
-        records: by stage and name.
-        scanned: the operations, also of modules without a plan.
-        cuts: why a group ends, by the first of ``scanned`` behind it.
-        env: of the plan.
-    """
-    if not cuts:
-        return
-    # Where modules are left out, a cut is before the operation that is next.
-    without: list[_Scanned] = []
-    cuts_without: dict[int, Refusal] = {}
-    for n, item in enumerate(scanned):
-        if n in cuts:
-            cuts_without.setdefault(len(without), cuts[n])
-        if item.stands_in is None:
-            without.append(item)
-    replaced = len(without) < len(scanned)
-    for handle in registry:
-        rule = handle.function
-        key = (handle.stage, handle.name)
-        if not isinstance(rule, Fusion) or key not in records or records[key].status == "disabled":
-            continue
-        found = _split_matches(handle, rule, without, cuts_without, env)
-        if replaced:
-            found = {**found, **_split_matches(handle, rule, scanned, {}, env)}
-        if found:
-            old = records[key]
-            status = "refused" if old.status == "unmatched" else old.status
-            refusals = (*old.refusals, *sorted(found.items()))
-            records[key] = replace(old, status=status, refusals=refusals)
-
-
-def _split_matches(
-    handle: FusionHandle,
-    rule: Fusion,
-    scanned: Sequence[_Scanned],
-    cuts: dict[int, Refusal],
-    env: Env,
-) -> dict[int, Refusal]:
-    """Where a pattern fits over a cut or over what stands in for a module, and which it is."""
-    ops = [item.op for item in scanned]
-    found: dict[int, Refusal] = {}
-    reached = 0  # of those that end at one operation the longest counts
-
-    def note(match: Match) -> Refusal:
-        nonlocal reached
-        items = scanned[match.start : match.stop]
-        real = [item.place for item in items if item.stands_in is None]
-        reasons = [cuts[n] for n in range(match.start + 1, match.stop) if n in cuts]
-        reasons += [item.stands_in for item in items if item.stands_in is not None]
-        if real and reasons and match.stop > reached and asked_for(match):
-            found.setdefault(real[0], reasons[0])
-            reached = match.stop
-        return Refusal("GROUP_SPLIT", "not built here")
-
-    def asked_for(match: Match) -> bool:
-        # Functions of users are not to meet what stands in.
-        no = rule.refusal(match, ops, env) if handle.origin == "opfuser" else None
-        return no is None or no.code != "DISABLED"
-
-    rule.scan(ops, env, note)
-    return found

@@ -25,6 +25,7 @@ from .change_tracking import (
 )
 from .context import TensorFacts
 from .engine.autograd import Kwargs
+from .engine.joined import Joint, join_plans
 from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
 from .engine.routing import CLOSED, Channels, PrivateChannel, Routes, Slot
@@ -44,7 +45,6 @@ from .groups import (
     NestedSequential,
     PlannedGroup,
     call,
-    join_plans,
     make_groups,
     own_channels,
     stretches,
@@ -755,8 +755,8 @@ class Sequential(NestedSequential):
         self._resolve()
         done = self._planned(x, extra_inputs)
         assumed = tuple(what for group in done for what in group.assumed)
-        pairs = [(group, planned.plans) for group, planned in zip(self._groups, done)]
-        plan = join_plans(pairs, torch.is_grad_enabled(), assumed)
+        joints = [Joint(*group, planned.plans) for group, planned in zip(self._groups, done)]
+        plan = join_plans(joints, torch.is_grad_enabled(), assumed)
         return PlannedGroup(
             [] if plan is None else [plan],
             done[-1].output if done else TensorFacts(x.dtype, x.device, x.requires_grad),
@@ -775,8 +775,8 @@ class Sequential(NestedSequential):
     @property
     def last_plan(self) -> Plan | None:
         """The plan that was used last, or None before the first call."""
-        pairs = [(group, group.last_plans()) for group in self._groups]
-        plan = join_plans(pairs, torch.is_grad_enabled())
+        joints = [Joint(*group, group.last_plans()) for group in self._groups]
+        plan = join_plans(joints, torch.is_grad_enabled())
         return None if plan is None else self._named(plan)
 
     def _named(self, plan: Plan) -> Plan:

@@ -7,6 +7,7 @@ import json
 
 from ..errors import counted
 from ..report.bench import UNFUSED, Bench, Contestant, bench
+from ..report.inputs import as_text
 from ..report.machine import summary
 from ..report.sizes import in_bytes
 from ..report.target import Target
@@ -60,10 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inputs(target: Target) -> str:
-    return ", ".join(
-        f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}"
-        for t in target.inputs
-    )
+    return ", ".join(map(as_text, target.inputs))
 
 
 def _json(target: Target, found: Bench) -> str:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ..errors import TargetError, explain
-from ..report.lock import ALLOW_NONE, compared, data, read, refuse_nothing, text, updated
+from ..report.lock import ALLOW_NONE, compared, read, refuse_nothing, text, updated
 from ..report.target import plans
 from .arguments import (
     FINDINGS,
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         write(f"{target.name}: locked in {args.lock}; Sequentials: {len(now)}", args.output)
         return FINE
     found = compared(entries, target, now, args.lock)
-    if not (found.locked or args.allow_none):
+    if not (found["locked"] or args.allow_none):
         refuse_nothing(target, now)
         raise TargetError(
             explain(
@@ -78,6 +78,6 @@ def run(args: argparse.Namespace) -> int:
                 remedy=f"Write it again with --update, {ALLOW_NONE}",
             )
         )
-    shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
+    shown = json.dumps(found, indent=1) if args.format == "json" else text(found)
     write(shown, args.output)
-    return FINDINGS if found.lost else FINE
+    return FINDINGS if found["lost"] else FINE

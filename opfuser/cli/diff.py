@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import TargetError
 from ..registry import fusions
 from ..report.conversion import no_sequences
-from ..report.diff import around, data, difference, matches, text
+from ..report.diff import around, difference, is_empty, matches, text
 from ..report.plan_json import read
 from .arguments import (
     FINDINGS,
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
         if not after["sequences"]:
             raise no_sequences(target)
     found = difference(before, after, sides, programs=args.program)
-    shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
+    shown = json.dumps(found, indent=1) if args.format == "json" else text(found)
     write(shown, args.output)
     if args.fusion is None:
-        return FINE if found.is_empty else FINDINGS
+        return FINE if is_empty(found) else FINDINGS
     if matches(after, args.fusion):
         return FINE
     what = "Nothing is fused" if args.fusion == "*" else f"{args.fusion} matches nowhere"

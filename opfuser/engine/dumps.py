@@ -36,10 +36,8 @@ class _Written:
 
 
 def dump(plan: Plan) -> None:
-    """Writes the files of a plan that was made, if the environment asks for them."""
-    folder = os.environ.get("OPFUSER_DUMP_DIR")
-    if not folder:
-        return
+    """Writes the files of a plan that was made, if they are asked for of this rank."""
+    folder = os.environ["OPFUSER_DUMP_DIR"]
     rank, ranks = _rank(), os.environ.get("OPFUSER_DUMP_RANKS", "0")
     if ranks != "all" and rank not in _numbers(ranks):
         return

@@ -20,7 +20,7 @@ from ..op import BasicOperation, GradNeeds, new_context
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
-from .plan import Plan, Step, quantizers_between
+from .plan import Plan, Step, quantizers_between, span
 from .ranges import place, range_of
 from .routing import Routing, Slot, describe
 
@@ -93,10 +93,7 @@ class Text(NamedTuple):
 
 def step_name(step: Step) -> str:
     """How errors name a step."""
-    span = (
-        f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
-    )
-    return f"op {span} ({type(step.op).__name__})"
+    return f"op {span(step.indices)} ({type(step.op).__name__})"
 
 
 class _Lines:
@@ -202,10 +199,8 @@ def _lines_of(
 
 def comment(paths: Sequence[str], step: Step) -> str:
     """Indices, class and place of a step. Names of a user's may hold anything but a line's end."""
-    indices = "-".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
-    what = step.fusion or type(step.op).__name__
     where = place(paths, step)
-    text = f"# {indices} {what}" + (f": {where}" if where else "")
+    text = f"# {span(step.indices)} {step.name}" + (f": {where}" if where else "")
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -1,26 +1,26 @@
-"""Equal steps of a plan, found as data: a layer that occurs 27 times is one entry."""
+"""Equal rows as one entry, as a layer that occurs 27 times; and their names as one."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from .plan import Plan, Step
+from .plan import together
 
 __all__ = [
     "Fold",
     "NamePart",
     "Row",
-    "fold",
     "joined_names",
     "joined_numbers",
     "joined_parts",
+    "joined_paths",
     "layer_of",
     "like",
-    "op_numbers",
     "place_in_layer",
     "repeated",
+    "varying",
 ]
 
 
@@ -48,32 +48,9 @@ class Fold(NamedTuple):
         """Position behind the last step."""
         return self.start + self.period * self.times
 
-    @property
-    def saved(self) -> int:
-        """How many steps are not shown if one repetition is."""
-        return self.period * (self.times - 1)
-
-    def steps(self) -> list[Fold]:
-        """The steps one by one."""
-        return [Fold(at, 1, 1) for at in range(self.start, self.stop)]
-
-
-def fold(plan: Plan, stage: Literal["forward", "backward"]) -> tuple[Fold, ...]:
-    """The steps of a pass, in forward order, with equal layers as one entry.
-
-    Every step belongs to exactly one entry. Of the repetitions that begin at a step the longest
-    stretch is taken, and of equally long ones that of the shortest period. Repetitions begin where
-    a layer does: what names have in common down to their first number.
-
-    Args:
-        plan: a plan.
-        stage: whose pass.
-    """
-    return repeated(_rows(plan, plan.forward if stage == "forward" else plan.backward))
-
 
 def repeated(rows: Sequence[Row]) -> tuple[Fold, ...]:
-    """The rows with those that are repeated as one entry, as :func:`fold` says."""
+    """The rows in order, with those that are repeated as one entry."""
     folds: list[Fold] = []
     at = 0
     while at < len(rows):
@@ -81,7 +58,9 @@ def repeated(rows: Sequence[Row]) -> tuple[Fold, ...]:
         layers = [row.layer for row in rows[at : found.stop]]
         if at and layers[0] and layers[0] == rows[at - 1].layer and len(set(layers)) > 1:
             found = Fold(at, 1, 1)  # what repeats begins with a layer, not within one
-        folds.append(found)
+        # One line saved is not worth a heading.
+        single = found.period * (found.times - 1) < 2
+        folds += [Fold(n, 1, 1) for n in range(at, found.stop)] if single else [found]
         at = found.stop
     return tuple(folds)
 
@@ -91,7 +70,7 @@ class Row(NamedTuple):
 
     Attributes:
         kind: equal for those that may be equal.
-        ops: of each operation its number, as :func:`op_numbers` gives it.
+        ops: a number for each operation, equal for those that may be equal.
         layer: that the last operation is in.
     """
 
@@ -102,43 +81,6 @@ class Row(NamedTuple):
     def equals(self, other: Row) -> bool:
         """Whether both are of one kind, with equal operations."""
         return self[:2] == other[:2]
-
-
-def op_numbers(plan: Plan) -> list[int]:
-    """A number for each basic operation, the same for those that equal layers have in one place."""
-    numbers: dict[tuple[object, ...], int] = {}
-
-    def number(*what: object) -> int:
-        return numbers.setdefault(what, len(numbers))
-
-    said: list[list[object]] = [[] for _ in plan.basic_ops]
-    for i, note in plan.notes:
-        said[i].append(note)
-    for choice in plan.gemms:
-        said[choice.op].append(choice._replace(op=0))
-    quantized = set(plan.quantized)
-    names = plan.names or ("",) * len(plan.basic_ops)
-    return [
-        number(
-            type(op), like(name), *said[i], i in quantized, plan.needs[i] is None,
-            # Kernels are not there for all.
-            *(p.dtype for p in op._parameters.values() if p is not None),
-        )
-        for i, (op, name) in enumerate(zip(plan.basic_ops, names))
-    ]  # fmt: skip
-
-
-def _rows(plan: Plan, steps: Sequence[Step]) -> list[Row]:
-    ops = op_numbers(plan)
-    names = plan.names or ("",) * len(plan.basic_ops)
-    return [
-        Row(
-            (type(step.op), step.fusion, like(step.path)),
-            tuple(ops[i] for i in step.indices),
-            layer_of(names[step.indices[-1]] if step.indices else step.path),
-        )
-        for step in steps
-    ]
 
 
 def layer_of(name: str) -> str:
@@ -208,6 +150,12 @@ def joined_parts(names: Sequence[str]) -> tuple[NamePart, ...]:
     return tuple(_joined(list(dict.fromkeys(column))) for column in columns)
 
 
+def varying(name: tuple[NamePart, ...]) -> tuple[NamePart, ...]:
+    """The beginning of a joined name down to the number that varies, if more follows it."""
+    numbers = (n for n, part in enumerate(name[:-1]) if part.varies)
+    return name[: next(numbers, -1) + 1]
+
+
 def _joined(parts: Sequence[str]) -> NamePart:
     if len(parts) == 1:
         return NamePart(parts[0], False)
@@ -223,6 +171,12 @@ def joined_names(names: Sequence[str]) -> str:
         names: in order, of one form.
     """
     return ".".join(map(str, joined_parts(names)))
+
+
+def joined_paths(names: Sequence[str], most: int = 4) -> str:
+    """Names, those that differ in numbers alone as one; of more than ``most`` the first."""
+    texts = [*map(joined_names, together((like(name), name) for name in names).values())]
+    return ", ".join(texts[:most] + ["..."] * (len(texts) > most))
 
 
 def joined_numbers(numbers: Sequence[int]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -26,8 +26,12 @@ __all__ = [
     "expand",
     "needs_of",
     "quantizers_between",
+    "span",
+    "together",
 ]
 
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 Needs = tuple[GradNeeds | None, ...]
 
 
@@ -64,6 +68,16 @@ class Step(_Compared):
     fusion: str | None = None
     path: str = ""
 
+    @property
+    def name(self) -> str:
+        """The fusion, or the class of what no fusion built."""
+        return self.fusion or type(self.op).__name__
+
+    @property
+    def title(self) -> str:
+        """The name, if a fusion built it or it covers several operations; else empty."""
+        return self.name if self.fusion or len(self.indices) > 1 else ""
+
     def _says(self) -> Hashable:
         return type(self.op), self.indices, self.fusion, self.path
 
@@ -97,6 +111,11 @@ class FusionRecord:
     def near_miss(self) -> NearMiss | None:
         """The longest near miss, the first of equals; None if there is none."""
         return longest(self.near_misses)
+
+    @property
+    def reasons(self) -> dict[Refusal, list[int]]:
+        """The places of each reason for which the fusion was refused."""
+        return together((why, at) for at, why in self.refusals)
 
     def summary(self) -> str:
         """One line: what the log shows."""
@@ -292,19 +311,34 @@ class Plan(_Compared):
 
 
 def shown(plan: Plan, way: str, *args: Any) -> Any:
-    """A plan as text or data, by what stands above plans and is loaded when a plan is shown."""
+    """A plan as text, data or files, by what stands above plans and is loaded once it is asked."""
     module, name = _WAYS[way]
     return getattr(import_module(f"opfuser.{module}"), name)(plan, *args)
 
 
 _WAYS = {
     "data": ("report.plan_json", "plan_data"),
+    "dump": ("engine.dumps", "dump"),
+    "log": ("engine.plan_text", "log_lines"),
     "html": ("report.picture", "card"),
     "program": ("engine.program", "program_text"),
     "svg": ("report.picture", "picture"),
     "text": ("engine.plan_text", "text"),
     "why": ("engine.reasons", "why"),
 }
+
+
+def span(indices: Sequence[int]) -> str:
+    """Consecutive operations: ``3-5``."""
+    return "-".join(map(str, dict.fromkeys((*indices[:1], *indices[-1:])))) or "-"
+
+
+def together(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Each key with all its values."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def needs_of(step: Step, needs: Needs) -> Needs:

@@ -16,8 +16,7 @@ import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -33,15 +32,12 @@ from ..events.kinds import (
 from ..events.telling import Subscription, emit, subscribe
 from ..fusion import Refusal
 from ..quantization.quantizers import multiplies
-from .plan import FusionRecord, Plan
+from .plan import Plan, shown
 from .routing import describe
 
 __all__ = ["PlanLog", "report"]
 
 logger = logging.getLogger("opfuser")
-
-# Places of equal refusals that a line lists.
-_MOST = 8
 
 
 def report(plan: Plan) -> None:
@@ -139,7 +135,7 @@ class PlanLog:
         with self._lock:
             if self._subscription is None:
                 self._subscription = subscribe(self._add_taken, only=AttentionKernelTaken)
-        first, *lines = _lines(plan)
+        first, *lines = shown(plan, "log", list(_fallbacks(plan)))
         # Of the text itself nobody knows for how long it would have to be kept.
         key = hash((*[type(op).__name__ for op in plan.basic_ops], first, *lines))
         with self._lock:
@@ -185,37 +181,3 @@ class PlanLog:
 
 log = PlanLog()
 atexit.register(log.flush)
-
-
-def _lines(plan: Plan) -> list[str]:
-    """The lines of a plan, without its number: those of equal plans are equal."""
-    env = plan.env
-    kinds = [type(op).__name__ for op in plan.basic_ops]
-    grad, lower = "on" if env.grad_enabled else "off", env.autocast_dtype or "off"
-    about = f"{env.dtype}, {env.device}, autocast {lower}, grad {grad}"
-    if env.recipe is not None:
-        about += f", {type(env.recipe).__name__}"
-    span = kinds[0] if len(kinds) == 1 else f"{kinds[0]} to {kinds[-1]}"
-    out = [f"{counted(len(kinds), 'operation')}, {span} ({about})"]
-    for record in plan.history:
-        out += [record.summary(), *_refusals(record)]
-    alike: dict[str, list[str]] = {}
-    for fallback in _fallbacks(plan):
-        text = str(replace(fallback, what="", plan=0))
-        alike.setdefault(text, []).append(fallback.what)
-    return out + [f"{_listed(places)}{text}" for text, places in alike.items()]
-
-
-def _refusals(record: FusionRecord) -> Iterator[str]:
-    """A line for each distinct reason, with the places where it was given."""
-    places: dict[str, list[int]] = {}
-    for at, why in record.refusals:
-        places.setdefault(str(why), []).append(at)
-    for reason, where in places.items():
-        head = f"[stage={record.stage}, fusion={record.name}]"
-        yield f"{head} refused at {_listed(where)}: {reason}"
-
-
-def _listed(places: Sequence[int] | Sequence[str]) -> str:
-    text = ", ".join(map(str, places[:_MOST]))
-    return text if len(places) <= _MOST else f"{text} and {len(places) - _MOST} more"

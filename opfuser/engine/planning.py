@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,9 +14,8 @@ from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
 from ..registry import FusionHandle
-from .dumps import dump
 from .limits import Limits
-from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_between
+from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_between, shown
 from .plan_report import report
 from .routing import Routing
 
@@ -85,7 +85,8 @@ def make_plan(
         numbers=(number,),
     )
     report(plan)
-    dump(plan)
+    if os.environ.get("OPFUSER_DUMP_DIR"):
+        shown(plan, "dump")
     return plan
 
 

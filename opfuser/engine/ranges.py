@@ -20,8 +20,7 @@ def place(paths: Sequence[str], step: Step) -> str:
 
 def range_of(paths: Sequence[str], step: Step, stage: Stage) -> record_function:
     """The range of a step; ``paths`` are those of all operations, if they have any."""
-    what = step.fusion or type(step.op).__name__
-    return _range(paths, step.indices[0], step.indices[-1], what, stage)
+    return _range(paths, step.indices[0], step.indices[-1], step.name, stage)
 
 
 def replay_range(plan: Plan, paths: Sequence[str], stage: Stage) -> record_function:

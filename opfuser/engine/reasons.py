@@ -8,18 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import UnknownFusionError, choose_among, counted, explain
 from ..fused import FUSIONS
-from ..fusion import Fusion, NearMiss, Refusal
+from ..fusion import Fusion, Refusal
 from ..registry import registry
 from .folding import joined_names, joined_numbers, like, place_in_layer
-from .plan import FusionRecord, Plan
+from .plan import FusionRecord, Plan, span, together
+from .plan_view import PlanView
 
 __all__ = [
     "everywhere",
     "fusion_lines",
-    "named",
     "outcome",
     "places",
-    "span",
+    "rules_of",
     "switched_off",
     "why",
     "wrapped",
@@ -41,46 +41,30 @@ def wrapped(text: str, indent: int = 0, hang: int = 4) -> list[str]:
     )
 
 
-def span(indices: Sequence[int]) -> str:
-    """Consecutive operations: ``3-5``."""
-    if not indices:
-        return "-"
-    return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
-
-
-def named(plan: Plan, at: int) -> str:
-    """An operation by name and kind: ``layers.3.norm RMSNorm``."""
-    kind = type(plan.basic_ops[at]).__name__
-    return f"{plan.names[at]} {kind}".strip() if plan.names else kind
-
-
-def places(plan: Plan, indices: Iterable[int]) -> str:
+def places(view: PlanView, indices: Iterable[int]) -> str:
     """Operations, those of equal layers together: ``layers.0-26.norm RMSNorm``.
 
     A single one with its index: ``op 3 (1.0 GELU)``. Without names they are listed by index.
     """
     found = list(dict.fromkeys(indices))
     if len(found) == 1:
-        name = named(plan, found[0])
-        return f"op {found[0]} ({name})"
-    if not plan.names:
+        return f"op {found[0]} ({view.named(found[0])})"
+    if not view.plan.names:
         return f"ops {joined_numbers(found)}"
-    groups: dict[tuple[str, str], list[str]] = {}
-    for at in found:
-        kind = type(plan.basic_ops[at]).__name__
-        groups.setdefault((place_in_layer(plan.names[at]), kind), []).append(plan.names[at])
+    groups = together((_kind(view, at), view.names[at]) for at in found)
     texts = [f"{joined_names(names)} {kind}".strip() for (_, kind), names in groups.items()]
     if len(texts) > _MOST_PLACES:
         texts[_MOST_PLACES - 1 :] = [f"{len(texts) - _MOST_PLACES + 1} more kinds of places"]
     return ", ".join(texts)
 
 
-def fusion_lines(plan: Plan) -> list[str]:
+def fusion_lines(view: PlanView) -> list[str]:
     """The section of a plan's text about fusions: what matched, and where the rest did not."""
     lines: list[str] = []
     idle: dict[str, list[str]] = {}
-    for record in plan.history:
-        told = [*_refusal_lines(plan, record), *_odd_lines(plan, record)]
+    for record in view.plan.history:
+        told = [line for text in _refusals(view, record) for line in wrapped(text, 4)]
+        told += _odd_lines(view, record)
         off = switched_off(record)
         if off:
             idle.setdefault(off, []).append(record.name)
@@ -113,40 +97,29 @@ def outcome(record: FusionRecord) -> str:
     return ", ".join(filter(None, (found, declined))) or "not found"
 
 
-def _refusal_lines(plan: Plan, record: FusionRecord) -> list[str]:
-    lines: list[str] = []
-    for no, at in _reasons(record).items():
-        lines += wrapped(f"{places(plan, at)}: {no}{_modules(plan, no, at)}", 4)
-    return lines
+def _refusals(view: PlanView, record: FusionRecord) -> Iterator[str]:
+    for no, at in record.reasons.items():
+        yield f"{places(view, at)}: {no}{_modules(view, no, at)}"
 
 
-def _reasons(record: FusionRecord) -> dict[Refusal, list[int]]:
-    """The places of each refusal."""
-    reasons: dict[Refusal, list[int]] = {}
-    for at, no in record.refusals:
-        reasons.setdefault(no, []).append(at)
-    return reasons
-
-
-def _modules(plan: Plan, no: Refusal, indices: Sequence[int]) -> str:
+def _modules(view: PlanView, no: Refusal, indices: Sequence[int]) -> str:
     """The paths of the plain modules that a refusal is about, in brackets."""
     if no.code != "GROUP_SPLIT":
         return ""
-    paths: dict[str, None] = {}
+    forward = view.plan.forward
+    paths: list[str] = []
     for at in indices:
-        n = next(n for n, step in enumerate(plan.forward) if at in step.indices)
-        near = [*plan.forward[n:], *reversed(plan.forward[:n])]
-        paths.update(
-            (step.path, None)
-            for step in [s for s in near if s.path and type(s.op).__name__ in no.detail][:1]
-        )
-    alike = {like(path) for path in paths}
+        n = next(n for n, step in enumerate(forward) if at in step.indices)
+        near = (*forward[n:], *reversed(forward[:n]))
+        paths += [s.path for s in near if s.path and type(s.op).__name__ in no.detail][:1]
+    paths = list(dict.fromkeys(paths))
     if not paths:
         return ""
-    return f" ({joined_names(list(paths)) if len(alike) == 1 else ', '.join(paths)})"
+    alike = len(set(map(like, paths))) == 1
+    return f" ({joined_names(paths) if alike else ', '.join(paths)})"
 
 
-def _odd_lines(plan: Plan, record: FusionRecord) -> list[str]:
+def _odd_lines(view: PlanView, record: FusionRecord) -> list[str]:
     """Near misses worth telling: where most like places matched, or of a fusion of the user.
 
     Others are too many: most patterns begin somewhere in every layer.
@@ -157,34 +130,32 @@ def _odd_lines(plan: Plan, record: FusionRecord) -> list[str]:
         shown = near is not None and (theirs or near.stopped_by.code == "SUBCLASS")
         return wrapped(str(near), 4) if shown else []
     matched = Counter(
-        _kind(plan, i) for match in record.matches for i in match if _in_layer(plan, i)
+        _kind(view, i) for match in record.matches for i in match if _in_layer(view, i)
     )
-    missed = Counter(_last_kind(plan, near) for near in record.near_misses)
+    # Each by the last operation that fitted.
+    kinds = [_kind(view, near.start + near.matched - 1) for near in record.near_misses]
+    missed = Counter(kinds)
     refused = {at for at, _ in record.refusals}
-    groups: dict[tuple[int, Refusal], list[int]] = {}
-    for near in record.near_misses:
-        kind = _last_kind(plan, near)
-        told = refused.isdisjoint(range(near.start, near.start + near.matched))
-        if told and missed[kind] < matched[kind]:
-            groups.setdefault((near.matched, near.stopped_by), []).append(near.start)
-    lines: list[str] = []
-    for (_, no), at in groups.items():
-        lines += wrapped(f"not from {places(plan, at)}: {no}", 4)
-    return lines
+    groups = together(
+        ((near.matched, near.stopped_by), near.start)
+        for near, kind in zip(record.near_misses, kinds)
+        if missed[kind] < matched[kind]
+        and refused.isdisjoint(range(near.start, near.start + near.matched))
+    )
+    return [
+        line
+        for (_, no), at in groups.items()
+        for line in wrapped(f"not from {places(view, at)}: {no}", 4)
+    ]
 
 
-def _kind(plan: Plan, at: int) -> tuple[str, type]:
-    return place_in_layer(plan.names[at]) if plan.names else "", type(plan.basic_ops[at])
+def _kind(view: PlanView, at: int) -> tuple[str, str]:
+    return place_in_layer(view.names[at]), view.kinds[at]
 
 
-def _last_kind(plan: Plan, near: NearMiss) -> tuple[str, type]:
-    """Name and type of the last operation that fitted."""
-    return _kind(plan, near.start + near.matched - 1)
-
-
-def _in_layer(plan: Plan, at: int) -> bool:
+def _in_layer(view: PlanView, at: int) -> bool:
     """Whether something follows the number in the name: like places are in other layers."""
-    return bool(plan.names) and "*" in like(plan.names[at]).split(".")[:-1]
+    return "*" in like(view.names[at]).split(".")[:-1]
 
 
 def why(plan: Plan, name: str, at: int | None = None) -> str:
@@ -205,55 +176,51 @@ def why(plan: Plan, name: str, at: int | None = None) -> str:
                 received=f"at={at!r} for {counted(len(plan.basic_ops), 'operation')}",
             )
         )
+    view = PlanView(plan)
     lines: list[str] = []
     for record in records:
-        told = everywhere(plan, record) if at is None else _at(plan, record, at)
+        told = everywhere(view, record) if at is None else _at(view, record, at)
         lines += wrapped(f"{name} ({record.stage}): {switched_off(record) or record.status}")
-        lines += _pattern(record)
+        for rule in rules_of(record):
+            texts = [element.name + "?" * element.optional for element in rule.elements]
+            lines += wrapped(f"pattern: {', '.join(texts)}", 2)
         for text in told:
             lines += wrapped(text, 2)
     return "\n".join(lines)
 
 
-def _pattern(record: FusionRecord) -> list[str]:
-    """The pattern, if the fusion is still registered and has one."""
-    for handle in registry:
-        if (handle.name, handle.stage) == (record.name, record.stage):
-            rule = handle.function
-            if isinstance(rule, Fusion):
-                texts = [e.name + "?" * e.optional for e in rule.elements]
-                return wrapped(f"pattern: {', '.join(texts)}", 2)
-    return []
+def rules_of(record: FusionRecord) -> list[Fusion]:
+    """The fusion of a record, if it is still registered and has a pattern."""
+    named = (h.function for h in registry if (h.name, h.stage) == (record.name, record.stage))
+    return [rule for rule in named if isinstance(rule, Fusion)]
 
 
-def everywhere(plan: Plan, record: FusionRecord) -> Iterator[str]:
+def everywhere(view: PlanView, record: FusionRecord) -> Iterator[str]:
     """What became of a fusion at all places, equal ones together."""
-    for length in sorted({len(match) for match in record.matches}):
-        starts = [match[0] for match in record.matches if len(match) == length]
-        yield f"matched {counted(length, 'operation')} from {places(plan, starts)}"
-    for no, starts in _reasons(record).items():
-        yield f"refused at {places(plan, starts)}: {no}{_modules(plan, no, starts)}"
+    matches = together((len(match), match[0]) for match in record.matches)
+    for length, starts in sorted(matches.items()):
+        yield f"matched {counted(length, 'operation')} from {places(view, starts)}"
+    for text in _refusals(view, record):
+        yield f"refused at {text}"
     refused = {at for at, _ in record.refusals}
-    stops: dict[str, list[int]] = {}
-    for near in record.near_misses:
-        if near.start not in refused:
-            stops.setdefault(_stopped(near), []).append(near.start)
-    for text, starts in stops.items():
-        yield text.format(places(plan, starts))
+    near = (n for n in record.near_misses if n.start not in refused)
+    for (matched, no), starts in together(
+        ((n.matched, n.stopped_by), n.start) for n in near
+    ).items():
+        yield _stopped(view, matched, no, starts)
     if record.status == "unmatched" and not record.near_misses:
         yield "no operation begins the pattern"
 
 
-def _stopped(near: NearMiss) -> str:
-    count = "1 operation fits" if near.matched == 1 else f"{near.matched} operations fit"
-    detail = str(near.stopped_by).replace("{", "{{").replace("}", "}}")
-    return f"{count} from {{}}, then {detail}"
+def _stopped(view: PlanView, matched: int, no: Refusal, starts: Sequence[int]) -> str:
+    fit = "fits" if matched == 1 else "fit"
+    return f"{counted(matched, 'operation')} {fit} from {places(view, starts)}, then {no}"
 
 
-def _at(plan: Plan, record: FusionRecord, at: int) -> Iterator[str]:
+def _at(view: PlanView, record: FusionRecord, at: int) -> Iterator[str]:
     if record.detail:
         return
-    here = f"op {at} ({named(plan, at)})"
+    here = f"op {at} ({view.named(at)})"
     for match in record.matches:
         if at in match:
             yield f"matched ops {span(match)}, which include {here}"
@@ -261,15 +228,13 @@ def _at(plan: Plan, record: FusionRecord, at: int) -> Iterator[str]:
     refusals = dict(record.refusals)
     near = {n.start: n for n in record.near_misses if n.start <= at <= n.start + n.matched}
     for start in sorted({*near, *([at] if at in refusals else [])}):
-        place = places(plan, [start])
         if start in refusals:
             no = refusals[start]
-            yield f"refused at {place}: {no}{_modules(plan, no, [start])}"
+            yield f"refused at {places(view, [start])}: {no}{_modules(view, no, [start])}"
         else:
-            yield _stopped(near[start]).format(place)
+            yield _stopped(view, near[start].matched, near[start].stopped_by, [start])
     if not near and at not in refusals:
         yield f"its pattern does not begin at {here}, nor reach it"
-    steps = plan.backward if record.stage == "backward" else plan.forward
-    for step in steps:
+    for step in view.steps(record.stage):
         if at in step.indices and step.fusion is not None:
             yield f"{step.fusion} has fused ops {span(step.indices)}, which include {here}"

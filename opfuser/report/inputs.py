@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import TargetError
 
-__all__ = ["DTYPES", "did_you_mean", "examples", "named_dtype", "said", "tensor"]
+__all__ = ["DTYPES", "as_text", "did_you_mean", "examples", "named_dtype", "said", "tensor"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -106,6 +106,11 @@ def _from_text(
     tables = [getattr(m, "num_embeddings", None) for m in model.modules()]
     sizes = [n for n in tables if isinstance(n, int)]
     return torch.randint(min(sizes, default=1), shape, dtype=to, device=device)
+
+
+def as_text(t: Tensor) -> str:
+    """A tensor as ``--input`` names it: ``8x128:bfloat16``."""
+    return f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}"
 
 
 def named_dtype(name: str) -> torch.dtype:

@@ -10,7 +10,13 @@ A file has the schema ``opfuser.lock/1``, in YAML::
         sequences: {path: {stage: {fusion: steps}}}, without zeros
 
 The path is that of the Sequential in the model, "" for the model itself; the stages are ``joint``,
-``forward`` and ``backward``.
+``forward`` and ``backward``. A comparison with an entry has the schema ``opfuser.check/1``::
+
+    schema, name: the schema's name, that of the model
+    matches, locked: steps that fusions built in the whole model now, and that are locked
+    lost, gained: fusions that occur less or more often, in Sequentials of which the same is to be
+        said: [{fusion, stage, paths, before, now (steps in each of them), why (lines)}]
+    versions: [texts of those that differ from the ones that wrote the entry]
 """
 
 from __future__ import annotations
@@ -19,27 +25,26 @@ import importlib
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import __version__
-from ..engine.plan import Plan
+from ..engine.folding import joined_paths
+from ..engine.plan import Plan, together
 from ..errors import TargetError, counted, explain
-from ..expectations import occurrences, places, reasons_by_place
+from ..expectations import occurrences, reasons_by_place
 from ..fusion import STAGES
 from ..registry import fusions
 from .conversion import no_sequences
+from .inputs import as_text
 from .target import Target
 
 __all__ = [
     "ALLOW_NONE",
     "LOCK",
-    "Change",
-    "Compared",
     "compared",
-    "data",
     "entry_of",
     "read",
     "refuse_nothing",
@@ -51,52 +56,6 @@ LOCK, CHECK = "opfuser.lock/1", "opfuser.check/1"
 ALLOW_NONE = "or pass --allow-none if nothing is to be checked"
 
 Counts = dict[str, dict[str, dict[str, int]]]
-
-
-class Change(NamedTuple):
-    """One fusion that occurs more or less often than is locked, in Sequentials that are alike.
-
-    Attributes:
-        fusion: its name.
-        stage: its stage.
-        paths: of the Sequentials.
-        before: steps that are locked, in each of them.
-        now: steps that there are.
-        why: lines about what became of the fusion, if it was lost.
-    """
-
-    fusion: str
-    stage: str
-    paths: tuple[str, ...]
-    before: int
-    now: int
-    why: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        where = places(self.paths)
-        place = f" in {where}" if where else ""
-        each = " each" if len(self.paths) > 1 else ""
-        return f"{self.fusion} ({self.stage}){place}: {self.before} -> {self.now}{each}"
-
-
-class Compared(NamedTuple):
-    """A model and its entry in a lock file.
-
-    Attributes:
-        name: of the model.
-        matches: steps that fusions built, in the whole model now.
-        locked: steps that are locked.
-        lost: what occurs less often than is locked.
-        gained: what occurs more often.
-        versions: the texts of versions that differ from those that wrote the entry.
-    """
-
-    name: str
-    matches: int
-    locked: int
-    lost: tuple[Change, ...]
-    gained: tuple[Change, ...]
-    versions: tuple[str, ...]
 
 
 def entry_of(target: Target, plans: Mapping[str, Plan]) -> dict[str, Any]:
@@ -168,8 +127,8 @@ def read(file: Path) -> dict[str, Any]:
 
 def compared(
     entries: Mapping[str, Any], target: Target, plans: Mapping[str, Plan], file: Path
-) -> Compared:
-    """What a model has lost and gained since its entry was written.
+) -> dict[str, Any]:
+    """What a model has lost and gained since its entry was written, as ``opfuser.check/1``.
 
     Args:
         entries: of the lock file, by model.
@@ -201,19 +160,19 @@ def compared(
             )
         )
     changes = list(_changes(entry["sequences"], now["sequences"], plans))
-    versions = tuple(
-        f"{name} {entry['versions'].get(name)} -> {version}"
-        for name, version in now["versions"].items()
-        if entry["versions"].get(name) != version
-    )
-    return Compared(
-        target.name,
-        sum(_total(now["sequences"])),
-        sum(_total(entry["sequences"])),
-        tuple(change for change in changes if change.now < change.before),
-        tuple(change for change in changes if change.now > change.before),
-        versions,
-    )
+    return {
+        "schema": CHECK,
+        "name": target.name,
+        "matches": sum(_total(now["sequences"])),
+        "locked": sum(_total(entry["sequences"])),
+        "lost": [change for change in changes if change["now"] < change["before"]],
+        "gained": [change for change in changes if change["now"] > change["before"]],
+        "versions": [
+            f"{name} {entry['versions'].get(name)} -> {version}"
+            for name, version in now["versions"].items()
+            if entry["versions"].get(name) != version
+        ],
+    }
 
 
 def refuse_nothing(target: Target, plans: Mapping[str, Plan]) -> None:
@@ -236,27 +195,27 @@ def refuse_nothing(target: Target, plans: Mapping[str, Plan]) -> None:
         )
 
 
-def text(found: Compared) -> str:
+def text(found: Mapping[str, Any]) -> str:
     """What :func:`compared` found, for people."""
-    lines = []
-    if found.lost:
-        lines.append(f"{found.name}: fusions are lost")
-    else:
-        lines.append(f"{found.name}: no fusion is lost; fused steps: {found.matches}")
-    if found.versions and (found.lost or found.gained):
-        lines.append(f"since the lock: {', '.join(found.versions)}")
-    for change in found.lost:
-        lines += [f"lost: {change}", *change.why]
-    lines += [f"gained: {change}" for change in found.gained]
-    if found.lost or found.gained:
+    lost, gained = found["lost"], found["gained"]
+    said = "fusions are lost" if lost else f"no fusion is lost; fused steps: {found['matches']}"
+    lines = [f"{found['name']}: {said}"]
+    if found["versions"] and (lost or gained):
+        lines.append(f"since the lock: {', '.join(found['versions'])}")
+    for change in lost:
+        lines += [f"lost: {_change(change)}", *change["why"]]
+    lines += [f"gained: {_change(change)}" for change in gained]
+    if lost or gained:
         lines.append("--update locks what there is now.")
     return "\n".join(lines)
 
 
-def data(found: Compared) -> dict[str, Any]:
-    """The same as plain data: its fields, under the schema ``opfuser.check/1``."""
-    rows = {side: [c._asdict() for c in getattr(found, side)] for side in ("lost", "gained")}
-    return {"schema": CHECK, **found._asdict(), **rows}
+def _change(change: Mapping[str, Any]) -> str:
+    where = joined_paths(change["paths"])
+    place = f" in {where}" if where else ""
+    each = " each" if len(change["paths"]) > 1 else ""
+    numbers = f"{change['before']} -> {change['now']}"
+    return f"{change['fusion']} ({change['stage']}){place}: {numbers}{each}"
 
 
 def updated(entries: Mapping[str, Any], target: Target, plans: Mapping[str, Plan]) -> str:
@@ -288,23 +247,22 @@ def _total(counts: Counts) -> Iterator[int]:
             yield from names.values()
 
 
-def _changes(before: Counts, now: Counts, plans: Mapping[str, Plan]) -> Iterator[Change]:
+def _changes(before: Counts, now: Counts, plans: Mapping[str, Plan]) -> Iterator[dict[str, Any]]:
     """The changes of each fusion, those of Sequentials of which the same is to be said together."""
     registered = {info.name for info in fusions()}
-    alike: dict[tuple[Any, ...], list[str]] = {}
+    found = []
     for path in dict.fromkeys((*before, *now)):
         for stage in STAGES:
             old, new = (side.get(path, {}).get(stage, {}) for side in (before, now))
             for name in dict.fromkeys((*old, *new)):
-                counts = old.get(name, 0), new.get(name, 0)
-                if counts[0] == counts[1]:
-                    continue
-                why: tuple[str, ...] = ()
-                if counts[1] < counts[0]:
-                    why = _why(plans.get(path), name, name in registered)
-                alike.setdefault((name, stage, *counts, why), []).append(path)
-    for (name, stage, old, new, why), paths in alike.items():
-        yield Change(name, stage, tuple(paths), old, new, why)
+                locked, there = old.get(name, 0), new.get(name, 0)
+                lost = there < locked
+                why = _why(plans.get(path), name, name in registered) if lost else ()
+                if there != locked:
+                    found.append(((name, stage, locked, there, why), path))
+    for (name, stage, *counts, why), paths in together(found).items():
+        where = {"fusion": name, "stage": stage, "paths": paths}
+        yield {**where, "before": counts[0], "now": counts[1], "why": list(why)}
 
 
 def _why(plan: Plan | None, name: str, registered: bool) -> tuple[str, ...]:
@@ -316,9 +274,7 @@ def _why(plan: Plan | None, name: str, registered: bool) -> tuple[str, ...]:
 
 
 def _input(t: Tensor) -> str:
-    shape = "x".join(map(str, t.shape))
-    dtype = str(t.dtype).removeprefix("torch.")
-    return f"{shape}:{dtype}" + (", requires_grad" if t.requires_grad else "")
+    return as_text(t) + (", requires_grad" if t.requires_grad else "")
 
 
 def _call(call: Mapping[str, Any]) -> str:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Literal, NamedTuple
+from typing import Any
 
 import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from .. import __version__
-from ..engine.folding import Fold, fold, joined_names, joined_numbers
-from ..engine.plan import FusionRecord, Plan
-from ..engine.plan_text import StepText, fold_text, runs_backward
+from ..engine.folding import joined_names, joined_numbers
+from ..engine.plan import FusionRecord, Plan, together
+from ..engine.plan_layers import Layer, StepRow, layers
+from ..engine.plan_view import PlanView
 from ..engine.reasons import everywhere, outcome, places, switched_off
 from ..errors import counted
 from .picture import picture
 from .plan_json import equal_plans
 from .shapes import DARK, FONT, LIGHT
 from .sizes import in_bytes
-from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, total
+from .traffic import ModelTraffic, StepTraffic, Traffic
 
 __all__ = ["page"]
 
@@ -44,19 +45,19 @@ def page(
         traffic: of the same plans; without it the page has no bytes.
         missing: why there is no traffic.
     """
-    counted = {} if traffic is None else traffic.sequences
-    sections = [
-        _section(n, paths, plans[paths[0]], counted.get(paths[0]), _share(paths, plans, traffic))
-        for n, paths in enumerate(equal_plans(dict(plans)))
-    ]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    steps = [
+        (len(plan.basic_ops), len(plan.forward), len(plan.backward)) for plan in plans.values()
+    ]
+    what = "basic operations", "forward steps", "backward steps"
+    figures = [(str(sum(numbers)), name) for numbers, name in zip(zip(*steps), what)]
     return environment.from_string(_TEMPLATE).render(
         title=title,
-        figures=_figures(plans, traffic),
+        figures=figures if traffic is None else [*figures, *traffic.totals.figures],
         outside="" if traffic is None else traffic.totals.outside,
-        sections=sections,
+        sections=[_section(paths, plans, traffic) for paths in equal_plans(dict(plans))],
         missing=missing,
         light=Markup(LIGHT),
         dark=Markup(DARK),
@@ -65,230 +66,129 @@ def page(
     )
 
 
-class _Cell(NamedTuple):
-    """A number in a table: as text, and its share of the whole pass in percent."""
-
-    text: str
-    share: int = 0
-
-
-class _Row(NamedTuple):
-    """A row of a table of steps.
-
-    Attributes:
-        step: what the row says; of a heading only ``ops``, which is about all repetitions.
-        is_heading: whether it is one.
-        inside: whether a heading is above it.
-        cells: launches, bytes read, written and saved; none if they are not known.
-    """
-
-    step: StepText
-    is_heading: bool
-    inside: bool
-    cells: tuple[_Cell, ...]
-
-
-class _Table(NamedTuple):
-    """The steps of a pass, in the order in which they run."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[_Row, ...]
-    note: str
-
-
-class _Entry(NamedTuple):
-    """What became of a fusion; or of quantised compute.
-
-    Attributes:
-        name, stage, status, outcome: as texts.
-        lines: sentences.
-        is_open: whether the sentences are shown before anyone asks for them.
-    """
-
-    name: str
-    stage: str
-    status: str
-    outcome: str
-    lines: tuple[str, ...]
-    is_open: bool
-
-
-class _Section(NamedTuple):
-    """What the page says about one plan.
-
-    Attributes:
-        anchor: in the page.
-        path: of the Sequentials.
-        facts: about the call.
-        counted: launches and bytes of these Sequentials together; empty if there are no others.
-        svg: the picture.
-        tables: of both passes.
-        entries: of all fusions.
-        text: of the plan.
-    """
-
-    anchor: str
-    path: str
-    facts: str
-    counted: str
-    svg: Markup
-    tables: tuple[_Table, ...]
-    entries: tuple[_Entry, ...]
-    text: str
-
-
-def _share(
-    paths: Sequence[str], plans: Mapping[str, Plan], traffic: ModelTraffic | None
-) -> Totals | None:
-    """What equal Sequentials do together; None if it is not known, or if there are no others."""
-    return None if traffic is None or len(plans) == 1 else traffic.only(*paths).totals
-
-
 def _section(
-    n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None, totals: Totals | None
-) -> _Section:
-    env = plan.env
+    paths: Sequence[str], plans: Mapping[str, Plan], traffic: ModelTraffic | None
+) -> dict[str, Any]:
+    """What the page says about equal Sequentials; bytes of all of them if there are others."""
+    plan = plans[paths[0]]
+    env, view = plan.env, PlanView(plan)
     recipe = "" if env.recipe is None else f", recipe {type(env.recipe).__name__}"
     each = "" if len(paths) == 1 else f"; {len(paths)} equal Sequentials, of which this is one"
     autocast = "off" if env.autocast_dtype is None else _name(env.autocast_dtype)
-    facts = (
-        f"{counted(len(plan.basic_ops), 'basic operation')}, {_name(env.dtype)} on {env.device}, "
-        f"autocast {autocast}, gradients {'on' if env.grad_enabled else 'off'}{recipe}{each}"
-    )
-    entries = [_entry(plan, record) for record in plan.history]
-    entries.sort(key=lambda entry: not entry.is_open)  # what happened is above what did not
-    return _Section(
-        f"plan-{n}",
-        joined_names(paths) or "The model",
-        facts,
-        "" if totals is None else ", ".join(map(" ".join, totals.figures)),
-        Markup(picture(plan, traffic)),
-        tuple(_tables(plan, traffic)),
-        (*_quantised(plan), *entries),
-        str(plan),
-    )
+    alone = traffic.only(*paths).totals if traffic is not None and len(plans) > 1 else None
+    own = None if traffic is None else traffic.sequences.get(paths[0])
+    entries = [_entry(view, record) for record in plan.history]
+    entries.sort(key=lambda entry: not entry["is_open"])  # what happened is above what did not
+    return {
+        "path": joined_names(paths) or "The model",
+        "facts": f"{counted(len(plan.basic_ops), 'basic operation')}, {_name(env.dtype)} on "
+        f"{env.device}, autocast {autocast}, gradients {'on' if env.grad_enabled else 'off'}"
+        f"{recipe}{each}",
+        "counted": ", ".join(map(" ".join, alone.figures)) if alone else "",
+        "svg": Markup(picture(plan, own)),
+        "tables": list(_tables(view, own)),
+        "entries": [*_quantised(view), *entries],
+        "text": str(plan),
+    }
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _figures(plans: Mapping[str, Plan], traffic: ModelTraffic | None) -> list[tuple[str, str]]:
-    """Numbers about the whole model, with what they count."""
-    found = [
-        (str(sum(len(plan.basic_ops) for plan in plans.values())), "basic operations"),
-        (str(sum(len(plan.forward) for plan in plans.values())), "forward steps"),
-        (str(sum(len(plan.backward) for plan in plans.values())), "backward steps"),
-    ]
-    return found if traffic is None else [*found, *traffic.totals.figures]
-
-
-# Tables.
-
-
-def _tables(plan: Plan, traffic: Traffic | None) -> Iterator[_Table]:
-    for stage in ("forward", "backward"):
-        steps = plan.forward if stage == "forward" else plan.backward
-        if not steps:
-            yield _Table("Backward", (), (), "No gradient is needed.")
-            continue
-        counts = None
-        if traffic is not None:
-            counts = traffic.forward if stage == "forward" else traffic.backward
-        idle = [i for s in steps if not runs_backward(plan, s) for i in s.indices]
-        note = f"No gradient is needed of {places(plan, idle)}." if idle else ""
-        shown = {n for n, s in enumerate(steps) if stage == "forward" or runs_backward(plan, s)}
-        parts = [
-            part
-            for found in fold(plan, stage)
-            for part in ([found] if found.saved > 1 else found.steps())
-            if not shown.isdisjoint(range(part.start, part.stop))
-        ]
-        rows = [
-            row
-            for part in (parts if stage == "forward" else parts[::-1])
-            for row in _rows(plan, stage, part, shown, counts)
-        ]
-        names: tuple[str, ...] = ("Ops", "Operations")
-        if counts is not None:
-            names += ("Launches", "Read", "Written")
-            names += ("Saved",) if stage == "forward" else ()
-        title = "Forward" if stage == "forward" else "Backward, in the order in which it runs"
-        yield _Table(title, names, tuple(rows), note)
+def _tables(view: PlanView, traffic: Traffic | None) -> Iterator[dict[str, Any]]:
+    """The steps of both passes, in the order in which they run."""
+    ops, sums = ("Ops", "Operations"), ("Launches", "Read", "Written", "Saved")
+    counts = None if traffic is None else traffic.forward
+    yield {
+        "title": "Forward",
+        "columns": ops if traffic is None else ops + sums,
+        "rows": _rows(layers(view, "forward"), counts),
+        "note": "",
+    }
+    if not view.plan.backward:
+        yield {"title": "Backward", "rows": (), "note": "No gradient is needed."}
+        return
+    counts = None if traffic is None else traffic.backward
+    yield {
+        "title": "Backward, in the order in which it runs",
+        "columns": ops if traffic is None else ops + sums[:3],
+        "rows": _rows(layers(view, "backward", view.runs_backward), counts),
+        "note": f"No gradient is needed of {places(view, view.idle)}." if view.idle else "",
+    }
 
 
 def _rows(
-    plan: Plan,
-    stage: Literal["forward", "backward"],
-    part: Fold,
-    shown: set[int],
-    counts: Sequence[StepTraffic] | None,
-) -> Iterator[_Row]:
-    steps = plan.forward if stage == "forward" else plan.backward
-    told = fold_text(plan, steps, part, shown)
-    columns = [
-        list(range(first, part.stop, part.period))
-        for first in range(part.start, part.start + part.period)
-    ]
-    columns = [column for column in columns if not shown.isdisjoint(column)]
-    if told.heading:
-        everything = [[n] for column in columns for n in column]
-        cells = _cells(stage, counts, everything) if counts is not None else ()
-        yield _Row(StepText("", told.heading, "", ""), True, False, cells)
-    rows = list(zip(told.rows, columns))
-    for step, column in rows if stage == "forward" else rows[::-1]:
-        cells = _cells(stage, counts, [column]) if counts is not None else ()
-        if not steps[column[0]].indices:  # kernels of plain modules are not told apart
-            cells = (_Cell("–"),) * len(cells)
-        yield _Row(step, False, bool(told.heading), cells)
+    found: Sequence[Layer], counts: Sequence[StepTraffic] | None
+) -> list[tuple[str, StepRow | None, list[tuple[str, int]]]]:
+    """Rows with the heading above them, the step if they are none, and numbers with their share."""
+    rows: list[tuple[str, StepRow | None, list[tuple[str, int]]]] = []
+    for heading, _, steps in found:
+        if heading:
+            rows.append(
+                (heading, None, _cells(counts, [[n] for step in steps for n in step.steps]))
+            )
+        for step in steps:
+            cells = _cells(counts, [step.steps])
+            if step.place == "-":  # kernels of plain modules are not told apart
+                cells = [("–", 0)] * len(cells)
+            rows.append((heading, step, cells))
+    return rows
 
 
 def _cells(
-    stage: str, counts: Sequence[StepTraffic], columns: Sequence[Sequence[int]]
-) -> tuple[_Cell, ...]:
+    counts: Sequence[StepTraffic] | None, columns: Sequence[Sequence[int]]
+) -> list[tuple[str, int]]:
     """The sum over columns, where repetitions differ from the least to the most.
 
+    Each as text, and its share of the whole pass in percent.
+
     Args:
-        stage: the pass.
-        counts: of its steps.
+        counts: of the steps of a pass; None: no numbers.
         columns: for each step that is added up, its repetitions.
     """
-    whole = [*total(c.counts for c in counts), sum(c.saved for c in counts)]
+    numbers = [(*c.counts, c.saved)[: 4 if c.stage == "forward" else 3] for c in counts or ()]
     cells = []
-    for n, most in enumerate(whole if stage == "forward" else whole[:3]):
-        values = [[(*counts[k].counts, counts[k].saved)[n] for k in column] for column in columns]
+    for n, each in enumerate(zip(*numbers)):
+        values = [[each[k] for k in column] for column in columns]
         low, high = sum(map(min, values)), sum(map(max, values))
-        every = sum(map(sum, values))
-        show = str if n == 0 else in_bytes
+        show = in_bytes if n else str
         text = show(low) if low == high else f"{show(low)} – {show(high)}"
-        share = round(100 * every / most) if most and n else 0
-        cells.append(_Cell(text, share))
-    return tuple(cells)
+        share = round(100 * sum(map(sum, values)) / sum(each)) if n and any(each) else 0
+        cells.append((text, share))
+    return cells
 
 
-# Reasons.
-
-
-def _entry(plan: Plan, record: FusionRecord) -> _Entry:
+def _entry(view: PlanView, record: FusionRecord) -> dict[str, Any]:
+    """What became of a fusion; open is what tells more than that it did not occur."""
     off = switched_off(record)
-    lines = () if off else tuple(everywhere(plan, record))
-    status = off.partition(" ")[0] or record.status
-    said = off.partition(" (")[2].removesuffix(")") if off else outcome(record)
-    is_open = not off and bool(record.matches or record.refusals)
-    return _Entry(record.name, record.stage, status, said, lines, is_open)
+    return {
+        "name": record.name,
+        "stage": record.stage,
+        "status": off.partition(" ")[0] or record.status,
+        "outcome": off.partition(" (")[2].removesuffix(")") if off else outcome(record),
+        "lines": () if off else list(everywhere(view, record)),
+        "is_open": not off and bool(record.matches or record.refusals),
+    }
 
 
-def _quantised(plan: Plan) -> Iterator[_Entry]:
+def _quantised(view: PlanView) -> Iterator[dict[str, Any]]:
     """One entry about quantised compute, if a recipe is active."""
+    plan = view.plan
     if plan.env.recipe is None:
         return
-    reasons: dict[str, list[int]] = {}
-    for at, no in plan.high_precision:
-        reasons.setdefault(str(no), []).append(at)
-    lines = [f"{places(plan, at)}: {no}" for no, at in reasons.items()]
-    lines += [str(edge) for edge in plan.edges]
-    lines += [str(choice) for choice in plan.gemms]
-    count = f"operations {joined_numbers(plan.quantized)}" if plan.quantized else "no operation"
-    status = "matched" if plan.quantized else "refused"
-    yield _Entry("quantised compute", "both passes", status, count, tuple(lines), True)
+    declined = together((no, at) for at, no in plan.high_precision)
+    yield {
+        "name": "quantised compute",
+        "stage": "both passes",
+        "status": "matched" if plan.quantized else "refused",
+        "outcome": f"operations {joined_numbers(plan.quantized)}"
+        if plan.quantized
+        else "no operation",
+        "lines": [
+            *(f"{places(view, at)}: {no}" for no, at in declined.items()),
+            *map(str, plan.edges),
+            *map(str, plan.gemms),
+        ],
+        "is_open": True,
+    }

@@ -9,11 +9,9 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import Plan
-from ..engine.plan_text import computed_by, runs_backward
+from ..engine.plan_view import PlanView
 from ..errors import counted
-from ..op.kinds import is_built_in
-from .columns import Columns, Section, channels, columns
-from .layout import MARGIN, Layout, Line, fusion_of
+from .layout import MARGIN, Layout, Line, Section
 from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect, text, titled
 from .sizes import in_bytes
 
@@ -75,13 +73,7 @@ class _Arc(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Where the rows of a line are.
-
-    Attributes:
-        forward, backward: the upper edges of boxes.
-        between: the lower edge of frames of forward.
-        bottom: the lower edge of all.
-    """
+    """Heights in a line: the boxes of both passes, below frames of forward, and below all."""
 
     forward: float
     between: float
@@ -92,13 +84,13 @@ class _Rows(NamedTuple):
 class _Picture:
     def __init__(self, plan: Plan, traffic: Traffic | None, totals: Totals | None) -> None:
         self.plan = plan
+        self.view = PlanView(plan)
         self.totals = totals
-        self.found: Columns = columns(plan)
-        self.layout = Layout(self.found)
-        self.saved = _saved(plan, self.found, traffic)
-        at = self.found.of_ops
+        self.layout = Layout(self.view)
+        at = self.layout.of_ops
+        saved = dict.fromkeys(self.view.saving) if traffic is None else traffic.saved
+        self.saved = {at[i]: size for i, size in saved.items()} if plan.backward else {}
         self.codes = {(e.stage, at[e.source], at[e.target]): str(e) for e in plan.edges}
-        self.notes = dict(plan.notes)
         self.arcs = _levels(self._arcs())
         self.parts: list[str] = []
 
@@ -123,14 +115,14 @@ class _Picture:
         return "\n".join([opening, f"<style>{STYLE}</style>", paper, *self.parts, "</svg>"])
 
     def _arcs(self) -> Iterator[_Arc]:
-        for name, *ends in channels(self.plan):
-            (start, n, r), (stop, m, q) = (self.found.shown(self.found.of_ops[i]) for i in ends)
-            source, target = (
-                f"op {self.found.columns[c].op} {self.found.columns[c].kind}" for c in (start, stop)
-            )
-            title = f"channel {name}".strip() + f", {source} to {target}"
+        layout = self.layout
+        for name, *ends in self.view.channels:
+            (start, n, r), (stop, m, q) = (layout.shown(layout.of_ops[i]) for i in ends)
+            shown = layout.columns[start], layout.columns[stop]
+            title = f"channel {name}".strip() + ", "
+            title += " to ".join(f"op {column.op} {column.kind}" for column in shown)
             if n == m and r != q:
-                section = self.found.sections[n]
+                section = layout.sections[n]
                 title += " of the next repetition"
                 yield _Arc(start, section.stop - 1, True, False, name, title)
                 yield _Arc(section.start, stop, False, True, name, title)
@@ -142,7 +134,7 @@ class _Picture:
         inside = set(line.columns)
         sections = [
             s
-            for s in self.found.sections
+            for s in self.layout.sections
             if s.heading and not inside.isdisjoint(range(s.start, s.stop))
         ]
         arcs = [
@@ -183,8 +175,8 @@ class _Picture:
         first, last = section.repetitions[0]
         lacks = section.stop - section.start - (last - first)
         if lacks:
-            missing = self.found.columns[section.start : section.start + lacks]
-            names = ", ".join(f"{column.name} {column.kind}".strip() for column in missing)
+            missing = self.layout.columns[section.start : section.start + lacks]
+            names = ", ".join(map(str, missing))
             shapes = titled(shapes, f"The first of them has nothing in the place of {names}")
         self.parts.append(shapes)
 
@@ -195,15 +187,15 @@ class _Picture:
 
     def _pass(self, n: int, line: Line, y: float) -> None:
         self._row_name(("forward", "backward")[n], y + self.layout.height / 2)
-        for span in (self.found.forward, self.found.backward)[n]:
-            name = fusion_of(span)
+        for span in self.layout.passes[n]:
+            name = span.step.title
             if not name or span.start not in line.x:
                 continue
             left, right = line.x[span.start] - _PAD, self._right(line, span.stop - 1) + _PAD
             height = self.layout.height + _STRIP + _PAD
             frame = rect("frame", left, y - _PAD, right - left, height + _PAD, 7)
             frame += text(left + 7, y + height - 7, cut(name, right - left - 8, SMALL), "fusion")
-            told = ", ".join(computed_by(self.plan, span.step))
+            told = ", ".join(self.view.kernels(span.step))
             self.parts.append(titled(frame, f"{name}: {told}" if told else name))
         self._flow(n, line, y + self.layout.height / 2)
         for c in line.columns:
@@ -212,10 +204,10 @@ class _Picture:
 
     def _framed(self, n: int, c: int) -> bool:
         span = self.layout.steps[n].get(c)
-        return span is not None and bool(fusion_of(span))
+        return span is not None and bool(span.step.title)
 
     def _box(self, n: int, c: int, x: float, y: float) -> None:
-        column, width, height = self.found.columns[c], self.layout.widths[c], self.layout.height
+        column, width, height = self.layout.columns[c], self.layout.widths[c], self.layout.height
         idle = " idle" if n == 1 and not self._runs(c) else ""
         shape = "module" if column.op is None else "op"
         parts = [rect(shape + idle, x, y, width, height, 5)]
@@ -229,16 +221,16 @@ class _Picture:
         self.parts.append(titled("".join(parts), self._about(n, c)))
 
     def _about(self, n: int, c: int) -> str:
-        column = self.found.columns[c]
-        told = [f"{column.name} {column.kind}".strip()]
+        column = self.layout.columns[c]
+        told = [str(column)]
         if column.op is None:
             told.append("a plain module")
-        elif column.op in self.notes:
-            told.append(self.notes[column.op])
+        elif column.op in self.view.notes:
+            told.append(self.view.notes[column.op])
         if n == 1 and not self._runs(c):
             told.append("no gradient is needed")
         elif not self._framed(n, c):
-            told += computed_by(self.plan, self.layout.steps[n][c].step)
+            told += self.view.kernels(self.layout.steps[n][c].step)
         return ", ".join(told)
 
     def _flow(self, n: int, line: Line, y: float) -> None:
@@ -263,7 +255,7 @@ class _Picture:
         """Whether backward does anything in a column."""
         if c not in self.layout.steps[1]:
             return False
-        op = self.found.columns[c].op
+        op = self.layout.columns[c].op
         return op is None or self.plan.needs[op] is not None
 
     def _hands_on(self, c: int | None, behind: int | None) -> bool:
@@ -272,7 +264,7 @@ class _Picture:
             return False
         if behind is None:
             return True
-        op = self.found.columns[behind].op
+        op = self.layout.columns[behind].op
         needs = None if op is None else self.plan.needs[op]
         return self._runs(behind) and (op is None or (needs is not None and needs.input))
 
@@ -281,10 +273,10 @@ class _Picture:
     def _saved_arrow(self, c: int, line: Line, y: _Rows) -> None:
         if c not in self.saved:
             return
-        column, size = self.found.columns[c], self.saved[c]
+        column, size = self.layout.columns[c], self.saved[c]
         top = y.between if self._framed(0, c) else y.forward + self.layout.height
         bottom = y.backward - (_PAD if self._framed(1, c) else 0)
-        title = f"{column.name} {column.kind} saves ".lstrip()
+        title = f"{column} saves "
         title += "something for backward" if size is None else f"{size:,} bytes for backward"
         title = "; ".join(filter(None, (title, self.codes.get(("joint", c, c)))))
         x = line.x[c] + 14
@@ -317,7 +309,7 @@ class _Picture:
     def _open_ends(self, line: Line, y: float) -> None:
         """Extra inputs that the caller passes, and extra outputs that it gets."""
         for c in line.columns:
-            i = self.found.columns[c].op
+            i = self.layout.columns[c].op
             if i is None:
                 continue
             op = self.plan.basic_ops[i]
@@ -338,9 +330,8 @@ class _Picture:
         callers = any(
             None in op._extra_input_channels or any(op._extra_output_to_caller) for op in ops
         )
-        idle = any(not runs_backward(plan, step) for step in plan.backward)
-        modules = any(column.op is None for column in self.found.columns)
-        framed = any(map(fusion_of, (*self.found.forward, *self.found.backward)))
+        modules = any(column.op is None for column in self.layout.columns)
+        framed = any(step.title for step in (*plan.forward, *plan.backward))
         down = (11.0, -10.0), (11.0, 3.0)
         entries = [
             (framed, rect("frame", 0, -9, 22, 12, 3), "one step"),
@@ -348,7 +339,7 @@ class _Picture:
             (self.arcs, path("channel", "M2 3V-3q0 -6 6 -6H14q6 0 6 6V3"), "channel"),
             (callers, arrow("caller", *down), "of the caller"),
             (plan.edges, path("flow codes", "M1 -3H21"), "as codes"),
-            (idle, rect("op idle", 0, -9, 22, 12, 3), "no gradient"),
+            (self.view.idle, rect("op idle", 0, -9, 22, 12, 3), "no gradient"),
             (modules, rect("module", 0, -9, 22, 12, 3), "plain module"),
         ]
         x = 12.0
@@ -370,29 +361,6 @@ class _Picture:
                 self.parts.append(text(12, y + 8, part, "legend"))
                 y += 14
         return y + 4
-
-
-def _saved(plan: Plan, found: Columns, traffic: Traffic | None) -> dict[int, int | None]:
-    """The columns at which something is saved, and how much, if that is known."""
-    if not plan.backward:
-        return {}
-    if traffic is not None:
-        return {found.of_ops[i]: size for i, size in traffic.saved.items()}
-    both = {(id(step.op), step.indices) for step in plan.backward}
-    out: dict[int, int | None] = {}
-    for step in plan.forward:
-        saving = [i for i in step.indices if plan.needs[i] is not None]
-        if len(step.indices) > 1 and (id(step.op), step.indices) in both:
-            saving = saving[-1:]  # what it saves is its own business
-        else:
-            saving = [i for i in saving if _may_save(plan, i)]
-        out.update((found.of_ops[i], None) for i in saving)
-    return out
-
-
-def _may_save(plan: Plan, i: int) -> bool:
-    op = plan.basic_ops[i]
-    return op.Saved is not None or not is_built_in(op)
 
 
 def _levels(arcs: Iterable[_Arc]) -> dict[_Arc, int]:

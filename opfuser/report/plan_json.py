@@ -37,8 +37,9 @@ from torch import Tensor
 
 from .. import __version__
 from ..engine.folding import like
-from ..engine.plan import FusionRecord, Plan, Step
-from ..errors import TargetError
+from ..engine.plan import FusionRecord, Plan, Step, together
+from ..engine.plan_view import PlanView
+from ..errors import TargetError, explain
 from .target import Target, plans
 from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
 
@@ -115,10 +116,7 @@ def explained(target: Target, *, count: bool = True) -> Explained:
 
 def equal_plans(plans: dict[str, Plan]) -> list[list[str]]:
     """The paths of plans that are equal and differ in numbers of their paths alone, together."""
-    found: dict[tuple[str, Plan], list[str]] = {}
-    for path, plan in plans.items():
-        found.setdefault((like(path), plan), []).append(path)
-    return list(found.values())
+    return list(together(((like(path), plan), path) for path, plan in plans.items()).values())
 
 
 def document(found: Explained, *, programs: bool = False) -> dict[str, Any]:
@@ -223,17 +221,16 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _operations(plan: Plan) -> list[dict[str, Any]]:
-    notes, declined = dict(plan.notes), dict(plan.high_precision)
-    names = plan.names or ("",) * len(plan.basic_ops)
+    view, declined = PlanView(plan), dict(plan.high_precision)
     return [
         {
             "name": name,
-            "type": type(op).__name__,
-            "note": notes.get(i),
+            "type": kind,
+            "note": view.notes.get(i),
             "quantized": i in plan.quantized,
             "high_precision": str(declined[i]) if i in declined else None,
         }
-        for i, (name, op) in enumerate(zip(names, plan.basic_ops))
+        for i, (name, kind) in enumerate(zip(view.names, view.kinds))
     ]
 
 

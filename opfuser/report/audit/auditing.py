@@ -17,6 +17,7 @@ from ...errors import TargetError
 from ...fusion import Refusal
 from ...registry import fusions
 from ...sequential import Sequential
+from ..inputs import as_text
 from ..observing import SequenceCall
 from ..target import Target, failed
 from . import segments
@@ -280,7 +281,5 @@ def _env(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
         "device": str(first.device),
         "parameters": ", ".join(dtypes) or "none",
         "training": model.training,
-        "inputs": [
-            f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in inputs
-        ],
+        "inputs": [*map(as_text, inputs)],
     }

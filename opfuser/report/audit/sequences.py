@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ...basic import Identity
 from ...change_tracking import has_hooks, replaces_forward
 from ...engine.plain_modules import replacement
-from ...engine.plan import Plan, Step
+from ...engine.plan import FusionRecord, Plan, Step
+from ...engine.reasons import rules_of
 from ...errors import OpfuserError
-from ...fusion import Fusion, Match, Refusal, Stage
+from ...fusion import Fusion, Refusal, Stage
 from ...integrations.conversion import from_torch
 from ...op import BasicOperation, FusibleOperation
 from ...op.kinds import is_built_in
@@ -268,25 +269,19 @@ def _refused(call: SequenceCall, before: Plan, gains: list[Blocked]) -> Iterator
         for at, why in record.refusals:
             if why.code in known:
                 continue
-            span = _span(record.name, before, at)
+            span = _span(record, before, at)
             passed = _passed(before, call.inputs[0]) if passed is None else passed
             found = _blocked(record.name, why, call, before, span, passed, before)
             yield found._replace(refuses=True)
 
 
-def _span(name: str, plan: Plan, at: int) -> tuple[int, ...]:
+def _span(record: FusionRecord, plan: Plan, at: int) -> tuple[int, ...]:
     """The operations that a pattern takes from ``at`` on."""
-    found: list[tuple[int, ...]] = []
-
-    def note(match: Match) -> Refusal:
-        if match.start == at:
-            found.append(tuple(range(match.start, match.stop)))
-        return Refusal("GROUP_SPLIT", "not built here")
-
-    for handle in registry:
-        if handle.name == name and isinstance(handle.function, Fusion):
-            handle.function.scan(plan.basic_ops, plan.env, note)
-    return found[0] if found else (at,)
+    for rule in rules_of(record):
+        for match in rule.places(plan.basic_ops, plan.env):
+            if match.start == at:
+                return tuple(range(match.start, match.stop))
+    return (at,)
 
 
 def _blocked(
