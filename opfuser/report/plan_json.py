@@ -39,7 +39,7 @@ from .. import __version__
 from ..engine.folding import like
 from ..engine.plan import FusionRecord, Plan, Step, together
 from ..engine.plan_view import PlanView
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from .target import Target, plans
 from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
 
