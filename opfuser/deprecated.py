@@ -1,7 +1,7 @@
 """Public names that have others now: the old ones work for one minor version, and warn.
 
-``NAMES`` is the policy's only list: a rename adds its line, and the tests ask for the line to go when
-the version has come in which the old name is removed.
+``NAMES`` is the policy's only list: a rename adds its line, and the tests ask for the line
+to go when the version has come in which the old name is removed.
 """
 
 from __future__ import annotations

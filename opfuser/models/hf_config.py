@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opfuser.counterparts import ACTIVATIONS
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
@@ -18,13 +19,12 @@ from .moe import MoEConfig
 
 __all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
 
-_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-_PLAIN = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
+_PLAIN = {there: name for name, row in ACTIVATIONS.items() for there in row.hf}
+_GATED = {
+    there: name
+    for name, row in ACTIVATIONS.items()
+    if row.gate is not None
+    for there in ACTIVATIONS[row.gate].hf
 }
 
 
