@@ -16,7 +16,7 @@ from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..kernels.scalar import wide_dtype
 from ..tracing import columns, exporting, functional
-from ._arguments import real_number
+from ._numbers import real_number
 
 __all__ = [
     "Additions",

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation
-from ._arguments import check_parameter_dtype
+from ._dtypes import check_parameter_dtype
 
 __all__ = ["AddEmbedding"]
 

@@ -14,8 +14,8 @@ from ..errors import ArgumentError, InputError, explain
 from ..gemm import Weight
 from ..op import BasicOperation, OperationContext
 from ..tracing import each_column
-from ._arguments import check_parameter_dtype
 from ._distributed import GroupRef, group_size
+from ._dtypes import check_parameter_dtype
 
 __all__ = ["Bias", "bias_grad"]
 

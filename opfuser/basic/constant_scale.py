@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
-from ._arguments import real_number
+from ._numbers import real_number
 
 __all__ = ["ConstantScale"]
 

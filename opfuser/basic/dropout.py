@@ -12,7 +12,7 @@ from ..errors import ArgumentError, explain
 from ..kernels.pointwise import draw_seed, draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext
-from ._arguments import real_number
+from ._numbers import real_number
 
 __all__ = ["Dropout"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError, explain
 from ..op import BasicOperation, OperationContext
-from ._arguments import real_number
+from ._numbers import real_number
 
 __all__ = ["Jitter"]
 

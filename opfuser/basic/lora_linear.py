@@ -16,9 +16,9 @@ from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
 from ..kernels.dropout_masks import draw_mask
 from ..op import OperationContext
-from ._arguments import real_number
 from ._distributed import LinearSharding
 from ._linear_operation import LinearOperation
+from ._numbers import real_number
 from .bias import bias_grad
 
 __all__ = ["LoRAAdapter", "LoRALinear"]

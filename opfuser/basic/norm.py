@@ -18,7 +18,7 @@ from ..kernels.norm_quantized import (
 from ..kernels.quantize import Codes, MeasuredScaling, Scaling
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
-from ._arguments import check_parameter_dtype
+from ._dtypes import check_parameter_dtype
 from ._norms import (
     as_rows,
     as_vector,

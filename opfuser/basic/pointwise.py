@@ -14,7 +14,7 @@ from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ..torch_internals import constant_result
 from ..tracing import stands_in
-from ._arguments import real_number
+from ._numbers import real_number
 
 __all__ = ["PointwiseOperation"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..attention.context_parallel import refuse_counted_positions
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, OperationContext
-from ._arguments import check_parameter_dtype
+from ._dtypes import check_parameter_dtype
 
 __all__ = ["PositionEmbedding"]
 

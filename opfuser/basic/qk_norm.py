@@ -11,7 +11,7 @@ from ..errors import ArgumentError, InputError, explain
 from ..kernels.rotary import Rotation, qk_norm, qk_norm_backward
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
-from ._arguments import check_parameter_dtype
+from ._dtypes import check_parameter_dtype
 from ._norms import check_eps
 
 __all__ = ["QKNorm"]

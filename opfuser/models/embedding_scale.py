@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opfuser import BasicOperation
-from opfuser.basic._arguments import real_number
+from opfuser.basic._numbers import real_number
 from opfuser.op import OperationContext
 
 __all__ = ["EmbeddingScale"]

@@ -1,16 +1,14 @@
-"""Arguments that operations are made with: numbers, and dtypes of parameters."""
+"""Numbers that operations are made with."""
 
 from __future__ import annotations
 
 from numbers import Real
 
-import torch
 from torch import Tensor
 
-from ..context import COMPUTE_DTYPES
-from ..errors import ArgumentError, ArgumentTypeError, explain
+from ..errors import ArgumentTypeError, explain
 
-__all__ = ["check_parameter_dtype", "real_number"]
+__all__ = ["real_number"]
 
 
 def real_number(value: object, name: str, where: str, remedy: str = "") -> float:
@@ -33,15 +31,3 @@ def real_number(value: object, name: str, where: str, remedy: str = "") -> float
             remedy=remedy,
         )
     )
-
-
-def check_parameter_dtype(dtype: torch.dtype | None, where: str) -> None:
-    """Raises ArgumentError unless ``dtype`` is fp16, bf16, fp32, fp64 or None."""
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise ArgumentError(
-            explain(
-                "Parameters must be fp16, bf16, fp32 or fp64",
-                where=where,
-                received=f"dtype={dtype}",
-            )
-        )
