@@ -27,8 +27,6 @@ from .basic.gated_activation import (
 from .linear import Linear
 from .op import BasicOperation, FusibleOperation
 
-__all__ = ["ACTIVATIONS", "LAYERS", "NORMS", "Activation", "Layer"]
-
 
 class Activation(NamedTuple):
     """An activation and its other names.

@@ -16,10 +16,8 @@ from ..errors import ArgumentTypeError, NotSupportedError, explain
 from ..op import FusedOperation, FusibleOperation
 from ..sequential import Sequential
 
-__all__ = ["to_torch"]
-
 # Of each operation with a counterpart in torch: that.
-_COUNTERPARTS: dict[type[FusibleOperation], type[nn.Module]] = {
+_COUNTERPARTS: dict[type[nn.Module], type[nn.Module]] = {
     **{layer.operation: torch for torch, layer in LAYERS.items()},
     BasicLinear: nn.Linear,
     Reshape: nn.Flatten,
@@ -156,7 +154,7 @@ def _counterpart(module: nn.Module) -> nn.Module | str:
     return _carry_over(module, new, vars(plain))
 
 
-def _as_plain(op: FusibleOperation) -> tuple[nn.Module, FusibleOperation]:
+def _as_plain(op: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The counterpart in torch, and an operation as it came from it.
 
     Options that only one of their constructors takes are no risk: an operation that has others

@@ -35,8 +35,6 @@ from opfuser.op import BasicOperation
 
 from ._distribution import Over, check_linear, refuse, replicate
 
-__all__ = ["check_agreement", "distribute_experts", "has_experts", "share_all_else"]
-
 Change = Callable[[], Any]
 
 _SCALED = tuple(getattr(scaled_activation, name) for name in scaled_activation.__all__)

@@ -17,9 +17,6 @@ from opfuser.recipe import Recipe
 from .hf_config import decoder_arguments
 from .moe import MoEConfig
 
-__all__ = ["DecoderConfig", "encoder_blocks"]
-
-
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads ffn_dim head_dim learned_positions"
 _OF_EXPERTS = ["moe", "moe_layers", "router_aux_loss_coef"]
 _PROBABILITIES = "embedding_dropout residual_dropout attention_dropout"

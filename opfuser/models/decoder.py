@@ -34,15 +34,6 @@ from .config import DecoderConfig
 from .embedding_scale import EmbeddingScale
 from .moe import MoEConfig, experts
 
-__all__ = [
-    "attention_block",
-    "decoder_layer",
-    "decoder_layers",
-    "decoder_lm",
-    "mlp_block",
-    "swiglu_block",
-]
-
 
 def _norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
     return NORMS[config.norm](

@@ -17,8 +17,6 @@ from opfuser.rope_configuration import read_configuration
 from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, unknown, windows
 from .moe import MoEConfig
 
-__all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
-
 _PLAIN = {there: name for name, row in ACTIVATIONS.items() for there in row.hf}
 _GATED = {
     there: name

@@ -23,8 +23,6 @@ from .products import Product
 from .replay import columns_of
 from .values import Values
 
-__all__ = ["FORMULAS", "ActivationFound", "activations_in", "gate_of", "halves_of"]
-
 _GELUS = {row.arguments[0]: n for n, row in ACTIVATIONS.items() if row.operation is GELU}
 # Products of x and a function of a polynomial of x, by the function: the activation, coefficients
 # by power, and to what they are exact: those of GELU are written with eight digits in places.

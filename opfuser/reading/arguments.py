@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from ..counterparts import ACTIVATIONS
 from .dataflow import Node, Value
 
-__all__ = ["CASTS", "Term", "is_number", "term_of"]
-
 
 class Term(NamedTuple):
     """An operation and its arguments; two calls that compute the same way have equal terms."""

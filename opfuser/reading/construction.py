@@ -36,8 +36,6 @@ from .plain_modules import (
 )
 from .reads import is_hooked
 
-__all__ = ["build"]
-
 _GATED = {row.gate: row.operation for row in ACTIVATIONS.values() if row.gate is not None}
 # In the sigmoid of activations x σ(k x).
 _FACTORS = {name: by_power[1] for name, by_power, _ in FORMULAS["sigmoid"]}

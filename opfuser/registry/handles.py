@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ..errors import FusionError, UnknownFusionError, choose_among, explain
@@ -18,8 +17,6 @@ from ..fusion_config import FusionConfig, Place, Setting, in_order, settings_at
 from ..fusion_config_text import read
 from ..op import FusibleOperation
 from ..plugins import PluginInfo, load_all
-
-__all__ = ["FusionHandle", "Registry", "registry"]
 
 
 class FusionHandle:
@@ -100,12 +97,7 @@ class FusionHandle:
     def __enter__(self) -> FusionHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:

@@ -24,25 +24,12 @@ from opfuser.errors import ArgumentError, explain
 
 from .options import Options, refuse_delay, refuse_option, refuse_others, values_of
 
-__all__ = [
-    "GroupedLinearOptions",
-    "LayerNormLinearOptions",
-    "LayerNormMLPOptions",
-    "LinearOptions",
-    "Split",
-    "linear_keywords",
-    "norm",
-    "projection",
-    "split_names",
-    "split_of",
-]
-
 Device = torch.device | str | None
 Dtype = torch.dtype | None
 Split = tuple[tuple[str, int], ...]
 
 _ACTIVATIONS = {row.te: row for row in ACTIVATIONS.values() if row.te is not None}
-_NORMS = {kind.__name__: kind for kind in reversed(NORMS.values())}
+_NORMS = {kind.__name__: kind for kind in reversed([*NORMS.values()])}
 _OF_NORM = ("eps", "normalization", "zero_centered_gamma", "return_layernorm_output")
 _NORM_NAMES = {"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}
 

@@ -16,8 +16,6 @@ from opfuser.errors import NotSupportedError, explain
 
 from .options import attribute, kind_of, refuse_option
 
-__all__ = ["OPERATIONS", "Argument", "from_te_operation", "to_te_operation"]
-
 
 class Argument(NamedTuple):
     """Where the operations keep an argument of their constructors.
