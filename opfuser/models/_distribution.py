@@ -15,6 +15,8 @@ from opfuser import Linear
 from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import NotSupportedError, explain
 
+__all__ = ["Over", "check_linear", "refuse", "replicate"]
+
 _SEQUENCE = 1  # of (batch, sequence, features)
 
 
