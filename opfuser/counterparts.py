@@ -78,6 +78,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "tanh": Activation(Tanh, torch=nn.Tanh, hf=("tanh",)),
 }
 
+GATED: Mapping[str, str] = {
+    row.gate: name for name, row in ACTIVATIONS.items() if row.gate is not None
+}
+"""The name of the activation in which the function of another one gates."""
+
 NORMS: Mapping[str, type[LayerNorm] | type[RMSNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 """By their names in configurations of models; te's are those of the classes."""
 

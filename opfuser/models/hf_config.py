@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opfuser.counterparts import ACTIVATIONS
+from opfuser.counterparts import ACTIVATIONS, GATED
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
@@ -18,12 +18,7 @@ from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, un
 from .moe import MoEConfig
 
 _PLAIN = {there: name for name, row in ACTIVATIONS.items() for there in row.hf}
-_GATED = {
-    there: name
-    for name, row in ACTIVATIONS.items()
-    if row.gate is not None
-    for there in ACTIVATIONS[row.gate].hf
-}
+_GATED = {there: GATED[name] for there, name in _PLAIN.items() if name in GATED}
 
 
 def decoder_arguments(config: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import basic
 from ..basic.lora_linear import LoRAAdapter
-from ..counterparts import ACTIVATIONS
+from ..counterparts import ACTIVATIONS, GATED
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
@@ -36,7 +36,6 @@ from .plain_modules import (
 )
 from .reads import is_hooked
 
-_GATED = {row.gate: row.operation for row in ACTIVATIONS.values() if row.gate is not None}
 # In the sigmoid of activations x σ(k x).
 _FACTORS = {name: by_power[1] for name, by_power, _ in FORMULAS["sigmoid"]}
 
@@ -183,9 +182,10 @@ class _Construction(Built):
         blocks: dict[str, Any] = {"glu_interleave_size": 1} if op.interleaved else {}
         if op.limit is not None and name in _FACTORS:
             return [basic.ClampedSwiGLU(**blocks, **_clamps(op))]
-        made = None if op.activation.constants or op.limit is not None else _GATED.get(name)
-        if made is None or (blocks and made is not basic.SwiGLU):
+        plain = not op.activation.constants and op.limit is None
+        if not plain or name not in GATED or (blocks and name != "silu"):
             raise KeptError(f"opfuser has no operation that gates by {name}")
+        made: Any = ACTIVATIONS[GATED[name]].operation
         return [made(**blocks)]
 
     def experts(self, op: read.Experts) -> list[nn.Module]:
