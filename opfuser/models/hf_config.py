@@ -18,7 +18,7 @@ from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, un
 from .moe import MoEConfig
 
 _PLAIN = {there: name for name, row in ACTIVATIONS.items() for there in row.hf}
-_GATED = {there: GATED[name] for there, name in _PLAIN.items() if name in GATED}
+_GATED = {there: name for gate, name in GATED.items() for there in ACTIVATIONS[gate].hf}
 
 
 def decoder_arguments(config: Any) -> dict[str, Any]:
