@@ -63,8 +63,7 @@ def page() -> str:
 
 def _names() -> str:
     rows = [
-        f"| `{path}` | {'no effect' if renamed.gone else f'`{renamed.to}`'} | {renamed.since} | "
-        f"{renamed.removed_in} |\n"
+        f"| `{path}` | `{renamed.to}` | {renamed.since} | {renamed.removed_in} |\n"
         for path, renamed in NAMES.items()
     ]
     head = "| old | new | since | removed in |\n|---|---|---|---|\n"

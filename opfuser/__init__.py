@@ -119,7 +119,6 @@ _LATER = {
 }
 _LATER_MODULES = (
     "applying",
-    "async_tensor_parallel",
     "expectations",
     "hf",
     "integrations",

@@ -19,16 +19,6 @@ from .recording import watching
 from .torch_internals import internal_overlap, storage_address, storage_use_count, use_count
 from .tracing import functional
 
-__all__ = [
-    "any_overlap",
-    "is_batched",
-    "only_memory",
-    "only_reference",
-    "overlap",
-    "references",
-    "shares_nothing",
-]
-
 
 def references(memories: Sequence[int]) -> list[int]:
     """The numbers of references to memory, given their addresses."""

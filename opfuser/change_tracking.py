@@ -14,19 +14,6 @@ from torch import Tensor, nn
 
 from . import torch_internals as internals
 
-__all__ = [
-    "DERIVED",
-    "Clock",
-    "Note",
-    "Stamp",
-    "Tracked",
-    "active_calls",
-    "has_hooks",
-    "is_compiled",
-    "replaces_forward",
-    "signature",
-]
-
 
 class Clock:
     """Counts every change of any operation, so that unchanged ones need no inspection.

@@ -8,8 +8,6 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-__all__ = ["explains", "trouble"]
-
 
 def trouble() -> str | None:
     """What keeps Triton from building, in a sentence with the remedy; None: nothing does."""

@@ -1,7 +1,7 @@
-"""Public names that have others now, or no effect: they work for one minor version, and warn.
+"""Public names that have others now: the old ones work for one minor version, and warn.
 
-``NAMES`` is the policy's only list: a rename or a removal adds its line, and the tests ask for the
-line to go when the version has come in which the name is removed.
+``NAMES`` is the policy's only list: a rename adds its line, and the tests ask for the line
+to go when the version has come in which the old name is removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ class Renamed(NamedTuple):
     """What a public name became.
 
     Attributes:
-        to: path of the new name, such as ``"opfuser.apply"``, or of a stand-in.
+        to: path of the new name, such as ``"opfuser.apply"``.
         since: the minor version that renamed it, such as ``"0.2"``.
-        gone: why what it named is gone; None if it has another name. The stand-in changes nothing.
     """
 
     to: str
     since: str
-    gone: str | None = None
 
     @property
     def removed_in(self) -> str:
@@ -37,16 +35,7 @@ class Renamed(NamedTuple):
         return f"{major}.{int(minor) + 1}"
 
 
-_OVERLAP = "weight gradients on a stream of their own took longer more often than not"
-NAMES: dict[str, Renamed] = {
-    "opfuser.WgradOverlap": Renamed("opfuser.without_effect.WgradOverlap", "0.1", _OVERLAP),
-    "opfuser.overlap_wgrad": Renamed("opfuser.without_effect.overlap_wgrad", "0.1", _OVERLAP),
-}
-_ASYNC = "products in pieces between their collectives saved 1.6 % of a step"
-for _name in ("Overlap", "choose", "names", "register"):
-    NAMES[f"opfuser.async_tensor_parallel.{_name}"] = Renamed(
-        f"opfuser.without_effect.{_name}", "0.1", _ASYNC
-    )
+NAMES: dict[str, Renamed] = {}
 
 
 def value(path: str) -> Any:
@@ -62,11 +51,9 @@ def value(path: str) -> Any:
     if path not in NAMES:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     renamed = NAMES[path]
-    now, remedy = f"is called {renamed.to}", f"Use {renamed.to}"
-    if renamed.gone is not None:
-        now, remedy = "has no effect", f"Remove its use: {renamed.gone}"
     text = (
-        f"{path} {now} since opfuser {renamed.since}, and goes in {renamed.removed_in}. {remedy}."
+        f"{path} is called {renamed.to} since opfuser {renamed.since}, and goes in "
+        f"{renamed.removed_in}. Use {renamed.to}."
     )
     warnings.warn(text, DeprecatedNameWarning, stacklevel=3)  # of whom __getattr__ serves
     module, _, name = renamed.to.rpartition(".")

@@ -16,8 +16,6 @@ from .errors import ConfigError, explain
 from .fusion import STAGES, Stage
 from .fusion_config import EffectiveSetting, FusionConfig, Setting, as_yaml
 
-__all__ = ["SCHEMA", "as_file", "read"]
-
 SCHEMA = "opfuser.fusions/1"
 KEYS = ("enabled", "min_numel", "dtypes")
 _TOP = ("schema", "order", *STAGES, "overrides")

@@ -11,8 +11,6 @@ from typing import Any
 
 from .errors import MissingPackageError
 
-__all__ = ["imported", "installed", "required"]
-
 
 @functools.cache
 def imported(module: str) -> ModuleType | str:

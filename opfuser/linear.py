@@ -19,8 +19,6 @@ from .fusion import Optional
 from .op import BasicOperation, FusedOperation
 from .quantization.weights import WeightFormat, stored_in
 
-__all__ = ["Linear"]
-
 
 class Linear(FusedOperation):
     r"""Linear transformation with bias, :math:`y = x W^T + b`: a drop-in for ``torch.nn.Linear``.

@@ -19,8 +19,6 @@ from .fusion import Optional
 from .op import BasicOperation, FusedOperation
 from .torch_internals import memory_of
 
-__all__ = ["MergedLinear"]
-
 
 class MergedLinear(FusedOperation):
     r"""Linear transformations of one input, concatenated: :math:`y = [x W_i^T + b_i]_i`.

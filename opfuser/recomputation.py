@@ -30,8 +30,6 @@ from .torch_internals import (
     saved_tensors_hooks,
 )
 
-__all__ = ["Part", "computed_again", "in_backward", "is_outside", "parts_under_way"]
-
 
 class Part(NamedTuple):
     """A part of a model that a checkpoint computes.

@@ -17,23 +17,6 @@ import torch
 
 from . import torch_internals as internals
 
-__all__ = [
-    "Assumptions",
-    "Watcher",
-    "assume",
-    "callers_stream",
-    "is_recording",
-    "leave",
-    "recorded",
-    "refuse_watching",
-    "repeat",
-    "seen_whole",
-    "unseen",
-    "unwatched",
-    "watched",
-    "watching",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from .errors import ArgumentError, ArgumentTypeError
 from .rope_configuration import read_configuration
 
-__all__ = ["Frequencies", "RopeScaling"]
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RopeScaling:

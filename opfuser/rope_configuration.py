@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from .errors import ArgumentError
 
-__all__ = ["RotaryConfiguration", "field_of", "read_configuration"]
-
 # What tells a whole configuration, as saved in JSON, from its parameters of the rotary embedding.
 _OF_A_MODEL = ("rope_parameters", "rope_scaling", "model_type", "hidden_size")
 # Names that models gave to the type of their own.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from .torch_internals import memory_of
 
-__all__ = ["Place", "load_as_one", "tie", "tied_places"]
-
 
 class Place(NamedTuple):
     """Where a parameter is.

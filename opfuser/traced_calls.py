@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from .change_tracking import Tracked
 from .torch_internals import constant_result
 
-__all__ = ["Functions", "ModulesInside", "TracedCalls", "TracedParameter", "parameters_at"]
-
 
 class Functions:
     """What traced code looks up by name, as attributes.

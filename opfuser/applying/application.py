@@ -23,8 +23,6 @@ from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall
 from .reports import Computed, Inside, Kept, Report, in_order
 
-__all__ = ["apply", "foreign_forward", "is_computed", "report", "revert"]
-
 _NOT_CALLED = "has not been called since apply"
 _NOT_THERE = "was not there when apply was called"
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..errors import NotSupportedError
 
-__all__ = ["WithoutGradients"]
-
 
 class WithoutGradients:
     """A cache whose kept keys and values are no part of the graph that made them, and say so.

@@ -38,8 +38,6 @@ from .decisions import Application, Decision, arranged
 from .descriptions import operations_in
 from .layouts import given_of
 
-__all__ = ["CompiledCalls", "traced_call"]
-
 functions = Functions()
 _named: dict[Hashable, str] = {}
 

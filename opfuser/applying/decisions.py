@@ -46,8 +46,6 @@ from .deferred import Head
 from .descriptions import masks_in, operations_in
 from .memo import Memo
 
-__all__ = ["Application", "Decision", "arranged", "check_modes"]
-
 # A module that calls more than that is not read as one: its parts are.
 _MODULES_AT_MOST = 200
 # So many siblings are traced without success before the others are taken to be the same.

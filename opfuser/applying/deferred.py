@@ -30,8 +30,6 @@ from ..reading.dataflow import map_leaves
 from ..reading.operations import Linear, Reading
 from ..sequential import Sequential
 
-__all__ = ["Deferred", "Head", "without_deferred"]
-
 
 @dataclasses.dataclass(eq=False)
 class Head:

@@ -21,8 +21,6 @@ from ..reading.operations import (
 
 _JOINTS: dict[type, str] = {Parallel: " + ", Times: " * ", Beside: " beside "}
 
-__all__ = ["children_called", "described", "masks_in", "operations_in"]
-
 
 def described(reading: Reading) -> str:
     """The operations, such as ``"x + (Norm, Linear, Activation, Linear)"``."""

@@ -34,8 +34,6 @@ from .decisions import Application, Decision, arranged
 from .deferred import without_deferred
 from .layouts import Given, Layout, given_of, layout_of
 
-__all__ = ["RootState", "State", "install", "is_applied", "state_of", "uninstall"]
-
 _STATE = "_opfuser_applied"
 _REDUCE = "__reduce_ex__"
 _LOAD = "_load_from_state_dict"

@@ -15,9 +15,6 @@ from ..reading.dataflow import map_leaves
 from ..reading.reads import is_scalar
 from ..reading.stand_ins import is_cache
 
-__all__ = ["Given", "Layout", "given_of", "layout_of"]
-
-
 # What a call was given: its tensors, each once, in order of arguments and keywords; the shapes of
 # these; and a cache of keys and values, or None. No named tuple, which takes 0.3 us to make.
 Given = tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...], Any]

@@ -13,8 +13,6 @@ from torch import Tensor
 from ..reading.built import Built
 from ..reading.operations import Mask, Rotary
 
-__all__ = ["Memo"]
-
 _Make = Callable[[Sequence[Any]], Any]
 
 

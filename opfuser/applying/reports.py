@@ -8,8 +8,6 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import counted
 
-__all__ = ["Computed", "Inside", "Kept", "Report"]
-
 
 class Computed(NamedTuple):
     """A module whose calls a sequence of operations computes.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["alibi_slopes"]
-
 
 def alibi_slopes(
     num_heads: int, device: torch.device, dtype: torch.dtype = torch.float32

@@ -13,8 +13,6 @@ from ..kernels.scalar import wide_dtype
 from ..kernels.tracing import hint, pieces
 from .call import Call, Grads, Heads, Kernel, Request, Result
 
-__all__ = ["BLOCKWISE", "draw_seed", "hidden_keys", "survivors"]
-
 _SCORES = 1 << 25  # held at a time: 128 MiB in fp32
 _LEAST = 1e-30  # of a sum whose largest term is 1, if there is any
 _FEWEST = 128  # queries of a block where each sees few keys

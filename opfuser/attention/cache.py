@@ -19,19 +19,6 @@ from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedErro
 from ..recording import refuse_watching, seen_whole
 from ..tracing import stands_in
 
-__all__ = [
-    "Extended",
-    "KVCache",
-    "PendingCache",
-    "StoresLast",
-    "extended",
-    "extended_copy",
-    "is_of_transformers",
-    "is_replacing",
-    "pending_of",
-    "state_of_layer",
-]
-
 _FIRST_ROOM = 64  # positions; then it doubles
 
 

@@ -11,19 +11,6 @@ from torch import Tensor
 from .. import torch_internals as internals
 from ..tracing import fixed, stands_in
 
-__all__ = [
-    "Call",
-    "Grads",
-    "Heads",
-    "Kernel",
-    "Request",
-    "Result",
-    "additive",
-    "enabled_kernels",
-    "mask_of",
-    "request_of",
-]
-
 
 class Heads(NamedTuple):
     """Queries (B, H, S, D), keys (B, K, T, D) and values (B, K, T, V)."""

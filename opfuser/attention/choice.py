@@ -23,18 +23,6 @@ from .flash_attn import FLASH_ATTN
 from .flex_kernel import FLEX
 from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
 
-__all__ = [
-    "KERNELS",
-    "Choice",
-    "choose",
-    "choose_plain",
-    "expanded",
-    "explained",
-    "foreseen",
-    "happened",
-    "like",
-]
-
 # In order of preference. Among cuDNN, flash and efficient torch has one of its own, which counts
 # where its scaled_dot_product_attention could be called.
 KERNELS: dict[str, Kernel] = {

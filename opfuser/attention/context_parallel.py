@@ -18,16 +18,6 @@ from .. import torch_internals as internals
 from ..errors import NotSupportedError
 from .call import Call, Heads, Request
 
-__all__ = [
-    "NAME",
-    "Attended",
-    "attend",
-    "is_active",
-    "refuse",
-    "refuse_cache",
-    "refuse_counted_positions",
-]
-
 NAME = "context_parallel"
 _WHERE = "DotProductAttention within torch's context_parallel"
 

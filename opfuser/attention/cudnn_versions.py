@@ -14,8 +14,6 @@ import torch
 
 from .. import torch_internals as internals
 
-__all__ = ["libraries", "trouble", "warn_once"]
-
 _MAPS = Path("/proc/self/maps")
 
 

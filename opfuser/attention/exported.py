@@ -21,8 +21,6 @@ from .call import Call, Heads, Kernel, Request, Result, mask_of
 from .choice import expanded, like
 from .reference import plain_attention
 
-__all__ = ["EXPORTED"]
-
 _SOME = 64  # queries and keys; which kernels take them does not depend on the number
 
 

@@ -15,8 +15,6 @@ from ..torch_internals import flash_attn_backwards
 from .call import Call, Heads, Kernel, Request, Result
 from .sdpa import HALF, capability, first, turned
 
-__all__ = ["FLASH_ATTN"]
-
 _MODULE = "flash_attn.flash_attn_interface"
 _OLDEST = (2, 7)  # in which both sides of a window came to be arguments of their own
 

@@ -21,8 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..kernels.scalar import wide_dtype
 from .call import Call, Heads
 
-__all__ = ["Form", "Given", "attend", "captured", "dtypes_of", "form_of", "given_of", "gradients"]
-
 _BLOCK = 128  # queries or keys; those of which all are hidden cost nothing
 _LN2 = math.log(2)
 _forward = torch.ops.higher_order.flex_attention

@@ -27,8 +27,6 @@ from .blockwise import BLOCKWISE
 from .call import Call, Heads, Result
 from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients, to_base_2
 
-__all__ = ["backward", "forward", "prepare"]
-
 _HOW: Any = {"options": {"triton.cudagraphs": False}}
 _ONE_BLOCK = 128  # up to this length torch's graph has one block, and guards that
 

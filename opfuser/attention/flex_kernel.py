@@ -15,8 +15,6 @@ from torch import Tensor
 from .call import Call, Heads, Kernel, Request, Result
 from .sdpa import HALF, capability, first, has_little_shared_memory
 
-__all__ = ["FLEX"]
-
 _LARGEST = 256  # entries of a head for which torch has sizes of blocks, on every GPU
 # Of 192 and 256 entries, torch 2.13 gives kernels for capability 8.9 that ask for 133 to 148 KiB of
 # shared memory, and there are 99.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..tracing import stands_in
 
-__all__ = ["hides_queries"]
-
 # Weights are off by 2^-24 of it, as the log-sum-exp of a row is kept in fp32.
 _LOWEST = -128.0
 

@@ -9,8 +9,6 @@ from ..kernels.pointwise_plain import rescale
 from .blockwise import draw_seed, hidden_keys, survivors
 from .call import Call, Heads
 
-__all__ = ["plain_attention"]
-
 
 def plain_attention(x: Heads, call: Call) -> Tensor:
     """The output (B, H, S, V) in plain differentiable torch; as many key heads as query heads."""

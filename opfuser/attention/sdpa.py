@@ -12,18 +12,6 @@ from torch.nn import functional as F
 from .blockwise import hidden_keys
 from .call import Call, Grads, Heads, Kernel, Request, Result, additive, mask_of
 
-__all__ = [
-    "CPU",
-    "CUDNN",
-    "EFFICIENT",
-    "FLASH",
-    "HALF",
-    "capability",
-    "first",
-    "has_little_shared_memory",
-    "turned",
-]
-
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # elements of a row of biases, as torch pads them

@@ -14,8 +14,6 @@ from torch import Tensor
 from ..kernels.scalar import cast, wide_dtype
 from .call import Result
 
-__all__ = ["sinks_grad", "with_sinks"]
-
 
 def _beside(sinks: Tensor, logsumexp: Tensor) -> Tensor:
     """One sink per head, where heads are in the kernel's layout: (H, tokens), or (B, H, S, …)."""

@@ -12,22 +12,6 @@ from ..errors import TargetError
 from ..report.inputs import named_dtype
 from ..report.target import Target, load
 
-__all__ = [
-    "ERROR",
-    "FINDINGS",
-    "FINE",
-    "MODEL",
-    "MODEL_HELP",
-    "Subparsers",
-    "add_command",
-    "add_inputs",
-    "add_model",
-    "add_output",
-    "model_words",
-    "target_of",
-    "write",
-]
-
 FINE, ERROR, FINDINGS = 0, 1, 3  # the exit statuses of every command
 
 MODEL = "pkg.mod:build | hf:NAME"

@@ -9,8 +9,6 @@ from ..errors import counted
 from ..report.audit import audit
 from .arguments import FINDINGS, FINE, Subparsers, add_command, add_model, target_of, write
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

@@ -13,8 +13,6 @@ from ..report.sizes import in_bytes
 from ..report.target import Target
 from .arguments import ERROR, FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

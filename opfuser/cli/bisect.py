@@ -8,8 +8,6 @@ from ..errors import TargetError, counted
 from ..report.bisect import Command, Found, candidates, find
 from .arguments import FINDINGS, FINE, Subparsers, add_command
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

@@ -24,8 +24,6 @@ from .arguments import (
     write,
 )
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

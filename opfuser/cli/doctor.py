@@ -9,8 +9,6 @@ from textwrap import wrap
 from ..report.doctor import Examination, examine
 from .arguments import FINDINGS, FINE, Subparsers, add_command, add_output, write
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

@@ -19,8 +19,6 @@ from ..report.plan_json import Explained, document, equal_plans, explained
 from ..report.traffic import Totals
 from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

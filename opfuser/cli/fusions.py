@@ -13,8 +13,6 @@ from ..registry import fusions as registered_fusions
 from ..report.diff import check_fusion_name
 from .arguments import FINE, Subparsers, add_command, add_output, write
 
-__all__ = ["add"]
-
 
 def add(subparsers: Subparsers) -> None:
     """Adds the command to the parser of the command line."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..basic import Dropout, Embedding, Identity, LayerNorm, RMSNorm
-from ..basic.activation import GELU, ReLU, Sigmoid, SiLU, Softplus, Tanh
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
 from ..change_tracking import has_hooks, replaces_forward
 from ..context import TensorFacts, autocast_dtype
-from ..op import BasicOperation
+from ..counterparts import LAYERS, Layer
+from ..op import BasicOperation, FusedOperation
 
 __all__ = ["Replacement", "assumed_output", "is_known", "replacement"]
 
@@ -99,57 +97,28 @@ def replacement(module: nn.Module) -> Replacement | None:
     Only for the exact types of torch's modules: a subclass may compute something else, and so may
     a module with hooks or a forward of its own.
     """
-    known = _REPLACEMENTS.get(type(module))
-    found = None if known is None else known(module)
-    if found is None or has_hooks(module) or replaces_forward(module):
+    layer = LAYERS.get(type(module))
+    if has_hooks(module) or replaces_forward(module):
         return None
-    text, kinds = found
-    return Replacement(f"opfuser.{text}", tuple(map(_stand_in, kinds)))
+    if type(module) is nn.Sequential:
+        return Replacement("opfuser.Sequential", ())
+    if layer is None or layer.example is None or _lacks_option(module):
+        return None
+    text = f'("{module.approximate}")' if isinstance(module, nn.GELU) else ""
+    operations = _stand_ins(layer, getattr(module, "bias", None) is not None)
+    return Replacement(f"opfuser.{layer.operation.__name__}{text}", operations)
+
+
+def _lacks_option(module: nn.Module) -> bool:
+    """Whether the module has an option that its operation does not have."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return None in module._parameters.values()
+    return isinstance(module, nn.Embedding) and module.max_norm is not None
 
 
 @functools.cache
-def _stand_in(kind: Callable[[], BasicOperation]) -> BasicOperation:
-    return kind()
-
-
-def _linear() -> BasicOperation:
-    return BasicLinear(1, 1, device="meta")
-
-
-def _bias() -> BasicOperation:
-    return Bias(1, device="meta")
-
-
-def _dropout() -> BasicOperation:
-    return Dropout(0.5)
-
-
-def _layer_norm() -> BasicOperation:
-    return LayerNorm(1, device="meta")
-
-
-def _rms_norm() -> BasicOperation:
-    return RMSNorm(1, device="meta")
-
-
-def _embedding() -> BasicOperation:
-    return Embedding(1, 1, device="meta")
-
-
-_Kinds = tuple[Callable[[], BasicOperation], ...]
-# Not for modules with options that the operation does not have.
-_REPLACEMENTS: dict[type[nn.Module], Callable[[Any], tuple[str, _Kinds] | None]] = {
-    nn.Dropout: lambda m: ("Dropout", (_dropout,)),
-    nn.Embedding: lambda m: ("Embedding", (_embedding,)) if m.max_norm is None else None,
-    nn.GELU: lambda m: (f'GELU("{m.approximate}")', (GELU,)),
-    nn.Identity: lambda m: ("Identity", (Identity,)),
-    nn.LayerNorm: lambda m: None if m.bias is None else ("LayerNorm", (_layer_norm,)),
-    nn.Linear: lambda m: ("Linear", (_linear,) if m.bias is None else (_linear, _bias)),
-    nn.RMSNorm: lambda m: None if m.weight is None else ("RMSNorm", (_rms_norm,)),
-    nn.ReLU: lambda m: ("ReLU", (ReLU,)),
-    nn.Sequential: lambda m: ("Sequential", ()),
-    nn.SiLU: lambda m: ("SiLU", (SiLU,)),
-    nn.Sigmoid: lambda m: ("Sigmoid", (Sigmoid,)),
-    nn.Softplus: lambda m: ("Softplus", (Softplus,)),
-    nn.Tanh: lambda m: ("Tanh", (Tanh,)),
-}
+def _stand_ins(layer: Layer, bias: bool) -> tuple[BasicOperation, ...]:
+    known = signature(layer.operation).parameters
+    how = {n: v for n, v in (("device", "meta"), ("bias", bias)) if n in known}
+    made: Any = layer.operation(*layer.example or (), **how)
+    return tuple(made.basic_ops) if isinstance(made, FusedOperation) else (made,)

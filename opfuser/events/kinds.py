@@ -9,21 +9,6 @@ import torch
 
 from ..errors import counted
 
-__all__ = [
-    "KINDS",
-    "AttentionKernelTaken",
-    "BytesSaved",
-    "Change",
-    "Event",
-    "FallbackTaken",
-    "FusionMatched",
-    "FusionRefused",
-    "KernelCompiled",
-    "PlanCreated",
-    "PlanInvalidated",
-    "ScalesUpdated",
-]
-
 
 class Event:
     """Base of all events; subscribing to it subscribes to every kind.

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,8 +14,6 @@ import torch
 from ..errors import ArgumentError, counted
 from ..kernels import launch
 from .kinds import KINDS, AttentionKernelTaken, Event, FallbackTaken, KernelCompiled
-
-__all__ = ["EventLog", "Subscription", "emit", "generation", "record_events", "subscribe"]
 
 logger = logging.getLogger("opfuser")
 
@@ -64,12 +61,7 @@ class Subscription:
     def __enter__(self) -> Subscription:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _tell(self, event: Event) -> None:

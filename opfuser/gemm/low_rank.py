@@ -24,8 +24,6 @@ from ..kernels.dropout_masks import masked
 from ..tracing import keeps_products
 from .operands import Adapter, LowRank, as_rows, mm
 
-__all__ = ["add_low_rank", "add_low_rank_dgrad", "low_rank_wgrad"]
-
 
 def _a_of(adapters: Sequence[Adapter]) -> Tensor:
     """The A_i, one behind another."""

@@ -18,15 +18,6 @@ from .low_rank import add_low_rank, add_low_rank_dgrad
 from .operands import LowRank, Operand, Stacked, Weight, as_rows, mm
 from .stacked import stacked_dgrad, stacked_forward
 
-__all__ = [
-    "dgrad",
-    "dgrad_into",
-    "forward",
-    "forward_into",
-    "wgrad",
-    "wgrad_into",
-]
-
 # Columns from which two products in cuBLAS's fast kernels take less time than one in others.
 _MANY = 4096
 

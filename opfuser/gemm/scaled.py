@@ -30,13 +30,6 @@ from ..kernels.microscaling_plain import (
 )
 from ..kernels.quantize import Codes
 
-__all__ = [
-    "Accumulation",
-    "scaled_dgrad",
-    "scaled_forward",
-    "scaled_wgrad",
-]
-
 _BLOCK = 128
 
 

@@ -15,8 +15,6 @@ from ..tracing import columns as columns_of
 from ..tracing import joined_columns
 from .operands import Operand, Stacked, as_rows, functional
 
-__all__ = ["stacked_dgrad", "stacked_forward"]
-
 
 def stacked_forward(
     x: Operand,

@@ -43,8 +43,6 @@ from .example_calls import (
     needs_example,
 )
 
-__all__ = ["from_torch"]
-
 _APPLY = "opfuser.apply(model) has sequences compute those of its parts that are"
 
 

@@ -18,8 +18,6 @@ from ..reading.built import Built
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Reading
 
-__all__ = ["Arguments", "Example", "ExampleCall", "calls_made", "given_call", "needs_example"]
-
 Example = Mapping[str, Any] | Sequence[Any] | Tensor
 
 _WIDTHS_AT_MOST = 4

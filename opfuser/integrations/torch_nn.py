@@ -3,74 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from ..basic import CrossEntropy, Dropout, Embedding, Identity, LayerNorm, Reshape, RMSNorm
-from ..basic.activation import GELU, ReLU, Sigmoid, SiLU, Softplus, Tanh
+from ..basic import Reshape
 from ..basic.basic_linear import BasicLinear
 from ..change_tracking import replaces_forward
+from ..counterparts import LAYERS
 from ..errors import ArgumentTypeError, NotSupportedError, explain
-from ..linear import Linear
 from ..op import FusedOperation, FusibleOperation
 from ..sequential import Sequential
 
-__all__ = ["to_torch"]
-
-_Make = Callable[[Any], nn.Module]
-# Of each operation with a counterpart in torch: that, and an operation as it came from it. Options
-# that neither looks at are no risk: an operation that has others than the second is refused.
-_COUNTERPARTS: dict[type[nn.Module], tuple[_Make, _Make]] = {
-    BasicLinear: (
-        lambda op: nn.Linear(op.in_features, op.out_features, bias=False, device="meta"),
-        lambda op: BasicLinear(op.in_features, op.out_features, device="meta"),
-    ),
-    CrossEntropy: (
-        lambda op: nn.CrossEntropyLoss(
-            ignore_index=op.ignore_index,
-            label_smoothing=op.label_smoothing,
-            reduction=op.reduction,
-        ),
-        lambda op: CrossEntropy(op.ignore_index, op.label_smoothing, op.reduction),
-    ),
-    Dropout: (
-        lambda op: nn.Dropout(op.dropout_probability),
-        lambda op: Dropout(op.dropout_probability),
-    ),
-    Embedding: (
-        lambda op: nn.Embedding(op.num_embeddings, op.embedding_dim, op.padding_idx, device="meta"),
-        lambda op: Embedding(
-            op.num_embeddings, op.embedding_dim, padding_idx=op.padding_idx, device="meta"
-        ),
-    ),
-    GELU: (lambda op: nn.GELU(op.approximate), lambda op: GELU(op.approximate)),
-    Identity: (lambda op: nn.Identity(), lambda op: Identity()),
-    LayerNorm: (
-        lambda op: nn.LayerNorm(op.normalized_shape, op.eps, device="meta"),
-        lambda op: LayerNorm(op.normalized_shape, eps=op.eps, device="meta"),
-    ),
-    Linear: (
-        lambda op: nn.Linear(
-            op.in_features, op.out_features, bias=op.bias is not None, device="meta"
-        ),
-        lambda op: Linear(op.in_features, op.out_features, bias=op.bias is not None, device="meta"),
-    ),
-    RMSNorm: (
-        lambda op: nn.RMSNorm(op.normalized_shape, op.eps, device="meta"),
-        lambda op: RMSNorm(op.normalized_shape, eps=op.eps, device="meta"),
-    ),
-    ReLU: (lambda op: nn.ReLU(), lambda op: ReLU()),
-    Reshape: (lambda op: nn.Flatten(0, -1), lambda op: Reshape(-1)),
-    SiLU: (lambda op: nn.SiLU(), lambda op: SiLU()),
-    Sigmoid: (lambda op: nn.Sigmoid(), lambda op: Sigmoid()),
-    Softplus: (
-        lambda op: nn.Softplus(op.beta, op.threshold),
-        lambda op: Softplus(op.beta, op.threshold),
-    ),
-    Tanh: (lambda op: nn.Tanh(), lambda op: Tanh()),
+# Of each operation with a counterpart in torch: that.
+_COUNTERPARTS: dict[type[nn.Module], type[nn.Module]] = {
+    **{layer.operation: torch for torch, layer in LAYERS.items()},
+    BasicLinear: nn.Linear,
+    Reshape: nn.Flatten,
 }
+_ATTRIBUTES = {"p": "dropout_probability"}  # of arguments that are called differently
+_SPECIAL = frozenset({"bias", "device", "dtype"})
 
 # Options that change where results are written, what is saved or how a weight's gradient gets to
 # `grad`, but no result.
@@ -187,8 +140,7 @@ def _counterpart(module: nn.Module) -> nn.Module | str:
     """What computes the same with the same parameters, or why there is none."""
     if type(module) not in _COUNTERPARTS:
         return "it has no counterpart"
-    there, again = _COUNTERPARTS[type(module)]
-    new, plain = there(module), again(module)
+    new, plain = _as_plain(module)
     kept = _options(plain)
     lost = [
         f"{name}={value!r}"
@@ -200,6 +152,27 @@ def _counterpart(module: nn.Module) -> nn.Module | str:
     for name in list(new._parameters):
         setattr(new, name, module._parameters.get(name))
     return _carry_over(module, new, vars(plain))
+
+
+def _as_plain(op: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The counterpart in torch, and an operation as it came from it.
+
+    Options that only one of their constructors takes are no risk: an operation that has others
+    than the second is refused.
+    """
+    there, here = _COUNTERPARTS[type(op)], type(op)
+    if here is Reshape:
+        return nn.Flatten(0, -1), Reshape(-1)
+    ours, theirs = ({*signature(kind).parameters} for kind in (here, there))
+    given = {n: getattr(op, _ATTRIBUTES.get(n, n)) for n in ours & theirs - _SPECIAL}
+    if "device" in ours:
+        given["device"] = "meta"
+    bias = getattr(op, "bias", None) is not None
+    made = [
+        kind(**given, **({"bias": bias} if "bias" in known else {}))
+        for kind, known in ((there, theirs), (here, ours))
+    ]
+    return made[0], made[1]
 
 
 def _options(module: nn.Module) -> dict[str, Any]:

@@ -36,8 +36,6 @@ from opfuser import (
 )
 from opfuser.change_tracking import has_hooks
 
-__all__ = ["FusedFeedForward", "FusedTransformerBlock", "feed_forward", "transformer_block"]
-
 _logger = logging.getLogger("opfuser")
 
 _KINDS = FeedForward, FusedQKVLinear, GQAttention, QKVLinear, TitanLinear, TitanRMSNorm

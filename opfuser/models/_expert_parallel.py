@@ -26,23 +26,20 @@ from opfuser import (
     TopKRouter,
     Unpermute,
 )
-from opfuser.basic import activation, gated_activation, scaled_activation
+from opfuser.basic import scaled_activation
+from opfuser.basic.activation import ACTIVATIONS
+from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError, explain
 from opfuser.op import BasicOperation
 
 from ._distribution import Over, check_linear, refuse, replicate
 
-__all__ = ["check_agreement", "distribute_experts", "has_experts", "share_all_else"]
-
 Change = Callable[[], Any]
 
 _SCALED = tuple(getattr(scaled_activation, name) for name in scaled_activation.__all__)
-_ACTIVATIONS = tuple(
-    getattr(module, name) for module in (activation, gated_activation) for name in module.__all__
-)
 _ENDS = RestoreTokens, Unpermute
-_ROW_WISE = (*_ACTIVATIONS, *_SCALED, AddExtraInput, MakeExtraOutput, SwapExtra)
+_ROW_WISE = (*ACTIVATIONS, *GATED_ACTIVATIONS, *_SCALED, AddExtraInput, MakeExtraOutput, SwapExtra)
 _REMEDY = "Use the experts of opfuser.models, or Dispatch and Combine by hand"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from opfuser import GEGLU, GELU, ReLU, RopeScaling, SiLU, SwiGLU
+from opfuser import RopeScaling
+from opfuser.counterparts import ACTIVATIONS, NORMS
 from opfuser.errors import ArgumentError, explain
 from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
@@ -16,29 +17,6 @@ from opfuser.recipe import Recipe
 from .hf_config import decoder_arguments
 from .moe import MoEConfig
 
-__all__ = ["ACTIVATIONS", "Activation", "DecoderConfig", "encoder_blocks"]
-
-
-class Activation(NamedTuple):
-    """How a feed-forward block is bent: ``make()`` gives the operation.
-
-    Attributes:
-        make: the operation.
-        gated: whether its input is twice as wide as its output, gate first.
-    """
-
-    make: Callable[[], Any]
-    gated: bool
-
-
-ACTIVATIONS = {
-    "swiglu": Activation(SwiGLU, gated=True),
-    "geglu": Activation(GEGLU, gated=True),
-    "gelu": Activation(lambda: GELU("none"), gated=False),
-    "gelu_tanh": Activation(GELU, gated=False),
-    "relu": Activation(ReLU, gated=False),
-    "silu": Activation(SiLU, gated=False),
-}
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads ffn_dim head_dim learned_positions"
 _OF_EXPERTS = ["moe", "moe_layers", "router_aux_loss_coef"]
 _PROBABILITIES = "embedding_dropout residual_dropout attention_dropout"
@@ -86,7 +64,8 @@ class DecoderConfig:
             (Vaswani et al., 2017), and there is no norm before the head.
         post_norms: whether there is also a norm behind each block, before its residual sum.
         activation: of the feed-forward block: ``"swiglu"``, ``"geglu"`` (gated, two weights wide),
-            ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``.
+            ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"``, ``"silu"``, or another name in
+            ``ACTIVATIONS`` of ``opfuser.counterparts``.
         learned_positions: rows of a table of positions that is added to the tokens, in place of
             rotary positions; None is rotary.
         embedding_scale: the rows of the token table are multiplied by this, rounded to their dtype
@@ -196,7 +175,7 @@ class DecoderConfig:
             return "Caps must be positive", caps
         choices = {
             "recompute": (None, "mlp"),
-            "norm": ("rms", "layer"),
+            "norm": tuple(NORMS),
             "activation": tuple(ACTIVATIONS),
         }
         for name, allowed in choices.items():

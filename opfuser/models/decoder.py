@@ -28,23 +28,15 @@ from opfuser import (
     Tanh,
     TopKRouter,
 )
+from opfuser.counterparts import ACTIVATIONS, NORMS
 
-from .config import ACTIVATIONS, DecoderConfig
+from .config import DecoderConfig
 from .embedding_scale import EmbeddingScale
 from .moe import MoEConfig, experts
 
-__all__ = [
-    "attention_block",
-    "decoder_layer",
-    "decoder_layers",
-    "decoder_lm",
-    "mlp_block",
-    "swiglu_block",
-]
 
-
-def _norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
-    return (RMSNorm if config.norm == "rms" else LayerNorm)(
+def _norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
+    return NORMS[config.norm](
         config.dim,
         eps=config.norm_eps,
         zero_centered_gamma=config.zero_centered_gamma,
@@ -148,11 +140,11 @@ def mlp_block(config: DecoderConfig) -> Sequential:
     Args:
         config: of the model.
     """
-    make, gated = ACTIVATIONS[config.activation]
-    activation, features = make(), config.ffn_features
+    row = ACTIVATIONS[config.activation]
+    activation, features = row.make(), config.ffn_features
     if config.recompute == "mlp":
         activation.recompute_mlp = True
-    up = _linear(config, config.dim, (1 + gated) * features, config.mlp_bias)
+    up = _linear(config, config.dim, (1 + row.gated) * features, config.mlp_bias)
     return _block(config, up, activation, in_features=features, bias=config.mlp_bias)
 
 

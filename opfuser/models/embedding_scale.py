@@ -13,8 +13,6 @@ from opfuser import BasicOperation
 from opfuser.basic._numbers import real_number
 from opfuser.op import OperationContext
 
-__all__ = ["EmbeddingScale"]
-
 
 class EmbeddingScale(BasicOperation):
     """Multiplies by a constant that is rounded to the input's dtype: ``y = round(scale) * x``.

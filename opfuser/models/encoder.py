@@ -24,8 +24,6 @@ from .config import DecoderConfig, encoder_blocks
 from .decoder import decoder_layers
 from .hf_config import encoder_arguments
 
-__all__ = ["EncoderConfig", "attention_kwargs", "text_encoder"]
-
 
 @dataclass(frozen=True)
 class EncoderConfig:

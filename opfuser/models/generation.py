@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from opfuser import DotProductAttention, KVCache, PositionEmbedding, RotaryEmbedding, Sequential
 from opfuser.errors import ArgumentError, InputError, OpfuserError, explain
 
-__all__ = ["generate"]
-
 _POSITIONAL = RotaryEmbedding, PositionEmbedding
 _Keywords = dict[nn.Module, dict[str, Any]]
 _Parts = tuple[Sequential, Sequential, Sequential]

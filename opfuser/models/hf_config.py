@@ -10,22 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opfuser.counterparts import ACTIVATIONS, GATED
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
 from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, unknown, windows
 from .moe import MoEConfig
 
-__all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
-
-_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-_PLAIN = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-}
+_PLAIN = {there: name for name, row in ACTIVATIONS.items() for there in row.hf}
+_GATED = {there: name for gate, name in GATED.items() for there in ACTIVATIONS[gate].hf}
 
 
 def decoder_arguments(config: Any) -> dict[str, Any]:

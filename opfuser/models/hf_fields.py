@@ -8,16 +8,6 @@ from opfuser import RopeScaling
 from opfuser.errors import NotSupportedError
 from opfuser.rope_configuration import read_configuration
 
-__all__ = [
-    "named",
-    "one_window",
-    "refuse",
-    "refuse_bidirectional",
-    "rope",
-    "unknown",
-    "windows",
-]
-
 
 def rope(config: Any, base: float) -> dict[str, Any]:
     """Base and scaling of the frequencies, in layers without a window if they differ."""

@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "BERT",
-    "CLASS_TOKEN",
-    "EXPERTS",
-    "EXPERTS_4",
-    "GEMMA2",
-    "GPT2",
-    "HEAD",
-    "LLAMA",
-    "MIXTRAL_4",
-    "VIT",
-    "VIT_4",
-    "ExpertNames",
-    "Names",
-]
-
 HEAD = "lm_head"
 CLASS_TOKEN = "embeddings.cls_token"
 

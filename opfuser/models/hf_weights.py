@@ -41,8 +41,6 @@ from .hf_names import (
 )
 from .vision_encoder import Patches
 
-__all__ = ["hf_state_dict", "load_hf"]
-
 
 class _Entry(NamedTuple):
     """One parameter, and what it is called in a checkpoint.

@@ -35,8 +35,6 @@ from opfuser.op import BasicOperation
 from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
 
-__all__ = ["MoEConfig", "experts", "moe_block", "router_kwargs"]
-
 
 @dataclass(frozen=True)
 class MoEConfig:

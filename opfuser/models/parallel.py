@@ -39,12 +39,13 @@ from opfuser import (
     Tanh,
 )
 from opfuser.basic._distributed import slice_vocabulary
+from opfuser.basic.activation import ACTIVATIONS
+from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError, counted, explain
 
 from ._distribution import Over, check_linear, refuse, replicate
 from ._expert_parallel import check_agreement, distribute_experts, has_experts, share_all_else
-from .config import ACTIVATIONS
 from .embedding_scale import EmbeddingScale
 
 __all__ = ["parallelize"]
@@ -52,8 +53,7 @@ __all__ = ["parallelize"]
 Model = TypeVar("Model", bound=Sequential)
 Change = Callable[[], Any]
 
-_GATED = tuple({type(kind.make()) for kind in ACTIVATIONS.values() if kind.gated})
-_ACTIVATIONS = tuple({type(kind.make()) for kind in ACTIVATIONS.values()})
+_ACTIVATIONS = (*ACTIVATIONS, *GATED_ACTIVATIONS)
 _ROW_WISE = (ConstantScale, EmbeddingScale, Tanh, Identity, MakeExtraOutput, AddExtraInput)
 
 
@@ -267,7 +267,7 @@ def _first(op: Linear, inside: Sequence[nn.Module], over: Over) -> Any:
     if len(inside) != 1 or type(inside[0]) not in _ACTIVATIONS:
         refuse(op, f"in front of {', '.join(type(other).__name__ for other in inside)}")
     make: Any
-    if not isinstance(inside[0], _GATED):
+    if not isinstance(inside[0], GATED_ACTIVATIONS):
         features, make = op.out_features, _column
     elif inside[0].glu_interleave_size is None:
         features = op.out_features // 2

@@ -17,8 +17,6 @@ from .config import DecoderConfig, encoder_blocks
 from .decoder import decoder_layers
 from .hf_config import image_encoder_arguments
 
-__all__ = ["ClassToken", "ImageEncoderConfig", "Patches", "image_encoder"]
-
 
 @dataclass(frozen=True)
 class ImageEncoderConfig:

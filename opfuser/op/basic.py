@@ -27,8 +27,6 @@ from ..torch_internals import constant_result
 from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
 from .results import parameter_grads
 
-__all__ = ["BasicOperation"]
-
 Returned = TypeVar("Returned")
 
 

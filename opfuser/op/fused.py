@@ -11,8 +11,6 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .basic import BasicOperation
 from .fusible import FusibleOperation, StandaloneCalls
 
-__all__ = ["FusedOperation"]
-
 
 class FusedOperation(FusibleOperation):
     """Consecutive basic operations executed as one.

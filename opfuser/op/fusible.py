@@ -13,8 +13,6 @@ from ..context import GradNeeds, OperationContext
 from ..errors import MissingImplementationError, ReadOnlyAttributeError
 from ..traced_calls import TracedCalls
 
-__all__ = ["RESTORED_CHILDREN", "FusibleOperation", "RestoredChild", "StandaloneCalls"]
-
 
 class StandaloneCalls:
     """What runs one operation outside of a Sequential; ``fuser.py`` sets it."""

@@ -9,8 +9,6 @@ from .basic import BasicOperation
 from .fused import FusedOperation
 from .fusible import FusibleOperation
 
-__all__ = ["has_called_parts", "is_built_in", "must_be_called"]
-
 
 def is_built_in(op: nn.Module) -> bool:
     """Whether an operation is the library's own, which promises more than the calling contract.

@@ -12,16 +12,6 @@ from torch import Tensor
 
 from ..errors import BackwardResultError, ForwardResultError
 
-__all__ = [
-    "backward_parts",
-    "forward_parts",
-    "parameter_grads",
-    "refuse_grads",
-    "refuse_output",
-    "row_of_grads",
-    "row_of_outputs",
-]
-
 
 def refuse_output(step: str, result: object) -> ForwardResultError:
     """The error about a step that returned no tensor, or not what a fused forward returns."""

@@ -10,16 +10,6 @@ from torch import Tensor
 from ..errors import RecomputationError
 from ..recomputation import Part, computed_again, parts_under_way
 
-__all__ = [
-    "Checkpointed",
-    "forward_of",
-    "is_any_known",
-    "is_within_any",
-    "note_region",
-    "note_scale",
-    "scale_of_forward",
-]
-
 
 class Checkpointed:
     """What was quantised in a part of a model that is computed again.

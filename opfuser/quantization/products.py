@@ -12,8 +12,6 @@ from ..gemm_providers import Gemm, GemmChoice, find
 from ..recipe import Float8BlockScaling, Recipe
 from .quantizers import has_hardware
 
-__all__ = ["accumulation", "gemm_choices"]
-
 _ROLES = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight"),

@@ -45,19 +45,6 @@ from .state import QuantizationState, state_of
 from .watch import is_watched, tell
 from .weights import weight_codes
 
-__all__ = [
-    "GroupQuantizer",
-    "OperandQuantizer",
-    "QuantizedTensor",
-    "Quantizer",
-    "has_hardware",
-    "keep_quantized_weights",
-    "kept_weights",
-    "multiplies",
-    "rounded",
-    "scalings",
-]
-
 
 class QuantizedTensor(NamedTuple):
     """A tensor on its way from one operation to the next, as codes.

@@ -18,8 +18,6 @@ from .state import ROLES, QuantizationState, make_state, restore_state
 from .te_scales import te_scales
 from .weights import recipe_of_new_weights
 
-__all__ = ["Elsewhere", "init_new_operation", "init_recipe_state"]
-
 
 class Elsewhere:
     """Modules that compute those of a model in their stead; ``applying`` sets it."""

@@ -11,8 +11,6 @@ from .region import region_with_recipe
 from .state import SettledScales, settled_scales
 from .watch import is_watched
 
-__all__ = ["QuantizedCalls"]
-
 
 class QuantizedCalls:
     """Whether calls with a recipe find around them what recorded ones have found.

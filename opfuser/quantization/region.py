@@ -16,23 +16,6 @@ from ..torch_internals import constant_result
 from .checkpointed import forward_of, is_any_known, is_within_any, note_region
 from .state import enter_region
 
-__all__ = [
-    "Region",
-    "active_recipe",
-    "amax_group",
-    "autocast",
-    "check_recipe",
-    "fp8_autocast",
-    "keeping",
-    "kept_in_region",
-    "open_regions",
-    "recipe_of_call",
-    "refuse_to_trace",
-    "region",
-    "region_of_call",
-    "region_with_recipe",
-]
-
 
 class Region(NamedTuple):
     """What calls follow.

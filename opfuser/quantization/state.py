@@ -25,22 +25,6 @@ from ..recomputation import computed_again, in_backward, is_outside
 from ..recording import refuse_watching, seen_whole
 from .checkpointed import note_scale, scale_of_forward
 
-__all__ = [
-    "ROLES",
-    "QuantizationState",
-    "SettledScales",
-    "enter_region",
-    "forget_state_of_parameters",
-    "keep_state_in",
-    "make_state",
-    "restore_state",
-    "restore_state_of_parameters",
-    "settled_scales",
-    "state_of",
-    "state_place",
-    "update_scales",
-]
-
 ROLES = ("input", "weight", "grad_output")
 _NUMBERS = {role: n for n, role in enumerate(ROLES)}
 

@@ -25,8 +25,6 @@ from .. import torch_internals as internals
 from ..errors import explain
 from ..recipe import Format
 
-__all__ = ["te_scales"]
-
 
 class _UnreadableError(Exception):
     """Says what an entry is, of which nothing can be kept."""

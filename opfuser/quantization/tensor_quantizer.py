@@ -14,8 +14,6 @@ from .quantizers import OperandQuantizer
 from .region import amax_group, region
 from .state import QuantizationState, state_of
 
-__all__ = ["TensorQuantizer"]
-
 
 class TensorQuantizer(NamedTuple):
     """How an operation quantises one of its tensors: a view of its state, called to quantise.

@@ -15,8 +15,6 @@ from ..kernels.quantize import Codes, amax_of, largest
 from ..recording import is_recording
 from .state import state_place
 
-__all__ = ["QuantizationRecord", "is_watched", "tell", "watch_quantization"]
-
 
 class QuantizationRecord(NamedTuple):
     """One tensor that was quantised.

@@ -31,26 +31,6 @@ from ..kernels.quantize import (
 from ..recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from .region import check_recipe
 
-__all__ = [
-    "WeightFormat",
-    "check_scale",
-    "decode_weight",
-    "empty_codes_of_weight",
-    "encode_weight",
-    "encoding_of",
-    "format_of_new_weight",
-    "fp8_model_init",
-    "is_fp8",
-    "keep_initial_value",
-    "keeping_codes",
-    "layout_refusal",
-    "quantized_model_init",
-    "recipe_of_new_weights",
-    "stored_in",
-    "take_initial_value",
-    "weight_codes",
-]
-
 
 def is_fp8(dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype hold codes."""

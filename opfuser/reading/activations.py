@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..basic.activation import GELU
+from ..counterparts import ACTIVATIONS
 from .arguments import is_number
 from .dataflow import Value
 from .operations import Activation, Gated
@@ -21,22 +23,14 @@ from .products import Product
 from .replay import columns_of
 from .values import Values
 
-__all__ = ["ActivationFound", "activations_in", "gate_of", "halves_of"]
-
-_SIMPLE = {
-    "silu": "silu",
-    "relu": "relu",
-    "sigmoid": "sigmoid",
-    "tanh": "tanh",
-    "softplus": "softplus",
-}
+_GELUS = {row.arguments[0]: n for n, row in ACTIVATIONS.items() if row.operation is GELU}
 # Products of x and a function of a polynomial of x, by the function: the activation, coefficients
 # by power, and to what they are exact: those of GELU are written with eight digits in places.
 _ROOT = math.sqrt(2 / math.pi)
-_FORMULAS: dict[str, tuple[tuple[str, dict[int, float], float], ...]] = {
-    "sigmoid": (("silu", {1: 1.0}, 0.0), ("quick gelu", {1: 1.702}, 0.0)),
+FORMULAS: dict[str, tuple[tuple[str, dict[int, float], float], ...]] = {
+    "sigmoid": (("silu", {1: 1.0}, 0.0), ("quick_gelu", {1: 1.702}, 0.0)),
     "1 + erf": (("gelu", {1: math.sqrt(0.5)}, 1e-7),),
-    "1 + tanh": (("gelu by tanh", {1: _ROOT, 3: _ROOT * 0.044715}, 1e-7),),
+    "1 + tanh": (("gelu_tanh", {1: _ROOT, 3: _ROOT * 0.044715}, 1e-7),),
 }
 
 
@@ -56,17 +50,18 @@ def activations_in(values: Values, product: Product) -> Iterator[ActivationFound
         rest = product.without(factor)
         assert rest is not None
         op, args = values.term(factor)
-        if op in _SIMPLE:
-            constants = tuple(map(float, args[1:]))
-            yield ActivationFound(Activation(_SIMPLE[op], constants), values.peel(args[0]), rest)
-        elif op == "gelu":
-            name = {"none": "gelu", "tanh": "gelu by tanh"}.get(args[1])
+        row = ACTIVATIONS.get(op)
+        if op == "gelu":
+            name = _GELUS.get(args[1])
             if name:
                 yield ActivationFound(Activation(name), values.peel(args[0]), rest)
+        elif row is not None and row.torch is not None:
+            constants = tuple(map(float, args[1:]))
+            yield ActivationFound(Activation(op, constants), values.peel(args[0]), rest)
         elif op == "square":
             op, args = values.term(args[0])
             if op == "relu":
-                yield ActivationFound(Activation("squared relu"), values.peel(args[0]), rest)
+                yield ActivationFound(Activation("squared_relu"), values.peel(args[0]), rest)
         yield from _with_argument(values, factor, rest)
 
 
@@ -76,7 +71,7 @@ def _with_argument(values: Values, factor: Value, rest: Product) -> Iterator[Act
     if op == "add" and is_number(args[1]) and args[1] == 1:
         op, args = values.term(args[0])
         op = {"tanh": "1 + tanh", "erf": "1 + erf"}.get(op, "")
-    for x, formula in itertools.product(dict.fromkeys(rest.values), _FORMULAS.get(op, ())):
+    for x, formula in itertools.product(dict.fromkeys(rest.values), FORMULAS.get(op, ())):
         name, expected, digits = formula
         found, after = polynomial_of(values, args[0], x), rest.without(x)
         if found is None or after is None or set(found) != set(expected):

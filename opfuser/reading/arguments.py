@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..counterparts import ACTIVATIONS
 from .dataflow import Node, Value
-
-__all__ = ["CASTS", "Term", "is_number", "term_of"]
 
 
 class Term(NamedTuple):
@@ -42,14 +41,15 @@ _SAME = {
     "view": "reshape",
 }
 # What comes after a star has to have its default, and is left out.
-_SIGNATURES = """
-neg square sqrt rsqrt reciprocal sigmoid tanh erf: input
+_OF_TORCH = " ".join(name for name, row in ACTIVATIONS.items() if row.torch is not None)
+_SIGNATURES = f"""
+{_OF_TORCH}: input, *, inplace=False
+neg square sqrt rsqrt reciprocal erf: input
 mul matmul rsub rdiv: input, other
 add sub: input, other, *, alpha=1
 div: input, other, *, rounding_mode=None
 pow: input, exponent
 clamp: input, min=None, max=None
-silu relu: input, *, inplace=False
 gelu: input, approximate="none"
 softplus: input, beta=1.0, threshold=20.0
 glu: input, dim=-1

@@ -21,8 +21,6 @@ from .replay import indices_like, origin_of, source_of
 from .scores import Core, core_of
 from .values import Values, computed
 
-__all__ = ["AttentionFound", "attention_of"]
-
 
 @dataclass(frozen=True)
 class AttentionFound:

@@ -17,8 +17,6 @@ from .made import Maker
 from .operations import Attention, Made, Mask, Reading, Rotary, Rows
 from .plain_modules import Around, CachedRows, weights_of
 
-__all__ = ["Added", "Alias", "Argument", "Built", "Memory", "mask_of", "tables_of"]
-
 
 class Alias(NamedTuple):
     """A parameter of the module that an operation reads as its own.

@@ -17,8 +17,6 @@ from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
 
-__all__ = ["CallKey", "autocast_dtypes", "call_key", "is_dtensor", "is_plain", "small_call"]
-
 # Sizes that are no number of heads, so that a forward does not name them by chance.
 _UNUSUAL = 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61
 

@@ -6,8 +6,6 @@ import sys
 from inspect import getclosurevars
 from typing import Any
 
-__all__ = ["captured", "is_idle"]
-
 _FILE = "transformers.utils.output_capturing"
 
 

@@ -13,8 +13,6 @@ from .reads import is_hooked
 from .replaced_methods import replaced
 from .tracing_mode import TracingMode, unrecorded
 
-__all__ = ["recorded_calls"]
-
 
 def recorded_calls(mode: TracingMode) -> AbstractContextManager[None]:
     """Records calls of children, in place of ``nn.Module.__call__``."""

@@ -11,12 +11,14 @@ from torch import nn
 
 from .. import basic
 from ..basic.lora_linear import LoRAAdapter
+from ..counterparts import ACTIVATIONS, GATED
 from ..engine.routing import PrivateChannel
 from ..linear import Linear
 from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import dataflow
 from . import operations as read
+from .activations import FORMULAS
 from .built import Added, Alias, Argument, Built, Memory, mask_of, tables_of
 from .call_key import is_dtensor, is_plain
 from .kept import KeptError
@@ -34,31 +36,8 @@ from .plain_modules import (
 )
 from .reads import is_hooked
 
-__all__ = ["ACTIVATIONS", "GATED", "build"]
-
-ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
-    "gelu": lambda: basic.GELU("none"),
-    "gelu by tanh": basic.GELU,
-    "quick gelu": basic.QGELU,
-    "relu": basic.ReLU,
-    "sigmoid": basic.Sigmoid,
-    "silu": basic.SiLU,
-    "softplus": basic.Softplus,
-    "squared relu": basic.SReLU,
-    "tanh": basic.Tanh,
-}
-GATED: dict[str, Callable[..., nn.Module]] = {
-    "gelu by tanh": basic.GEGLU,
-    "quick gelu": basic.QGEGLU,
-    "relu": basic.ReGLU,
-    "sigmoid": basic.GLU,
-    "silu": basic.SwiGLU,
-    "squared relu": basic.SReGLU,
-}
-
-
 # In the sigmoid of activations x σ(k x).
-_FACTORS = {"silu": 1.0, "quick gelu": 1.702}
+_FACTORS = {name: by_power[1] for name, by_power, _ in FORMULAS["sigmoid"]}
 
 
 class _Construction(Built):
@@ -203,9 +182,10 @@ class _Construction(Built):
         blocks: dict[str, Any] = {"glu_interleave_size": 1} if op.interleaved else {}
         if op.limit is not None and name in _FACTORS:
             return [basic.ClampedSwiGLU(**blocks, **_clamps(op))]
-        made = None if op.activation.constants or op.limit is not None else GATED.get(name)
-        if made is None or (blocks and made is not basic.SwiGLU):
+        plain = not op.activation.constants and op.limit is None
+        if not plain or name not in GATED or (blocks and name != "silu"):
             raise KeptError(f"opfuser has no operation that gates by {name}")
+        made: Any = ACTIVATIONS[GATED[name]].operation
         return [made(**blocks)]
 
     def experts(self, op: read.Experts) -> list[nn.Module]:
@@ -373,7 +353,7 @@ class _Construction(Built):
 
 
 _MAKERS: dict[type, Callable[[_Construction, Any], list[nn.Module]]] = {
-    read.Activation: lambda _, op: [ACTIVATIONS[op.name](*op.constants)],
+    read.Activation: lambda _, op: [ACTIVATIONS[op.name].make(*op.constants)],
     read.Attention: _Construction.attention,
     read.Beside: lambda built, op: [Beside(*(Sequential(*built._all(ops)) for ops in op.branches))],
     read.Bias: lambda built, op: built.aliased(basic.Bias(op.size, device="meta"), bias=op.bias),

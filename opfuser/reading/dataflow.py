@@ -8,18 +8,6 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-__all__ = [
-    "Call",
-    "Dataflow",
-    "Node",
-    "Value",
-    "form_of",
-    "leaves_in",
-    "map_leaves",
-    "tensors_in",
-    "values_in",
-]
-
 _Leaf = TypeVar("_Leaf")
 Origin = Literal["input", "parameter", "buffer", "constant", "node"]
 

@@ -9,8 +9,6 @@ from .expert_parts import Form, Mixed, stripped
 from .kept import KeptError
 from .values import Values, located
 
-__all__ = ["experts_by_loop"]
-
 
 def experts_by_loop(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] | None:
     """The sum of what a loop over experts adds to rows that begin with zeros."""

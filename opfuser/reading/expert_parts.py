@@ -14,8 +14,6 @@ from .operations import Activation, ExpertsLinear, Gated
 from .products import product_of
 from .values import Values, computed
 
-__all__ = ["Form", "Mixed", "stripped"]
-
 
 class Mixed(NamedTuple):
     """A sum over experts: ``y = Σ_j w_j down(f(up(x)))``, w and the experts of shape (rows, j)."""

@@ -8,8 +8,6 @@ from .dataflow import Node, Value
 from .expert_parts import Form, Mixed, stripped
 from .values import Values
 
-__all__ = ["experts_by_rows"]
-
 
 def experts_by_rows(values: Values, v: Value) -> tuple[Mixed, tuple[Node, ...]] | None:
     """The sum of what was computed for copies of each row, and nodes with an effect."""

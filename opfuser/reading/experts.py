@@ -11,8 +11,6 @@ from .operations import Called, Experts
 from .steps import Step
 from .values import Values, computed
 
-__all__ = ["experts_of"]
-
 
 def experts_of(values: Values, v: Value) -> Step | None:
     """The mixture of experts that a value is the result of.

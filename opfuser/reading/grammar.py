@@ -57,8 +57,6 @@ from .replay import columns_of, indices_like, is_layout, origin_of, undisturbed
 from .steps import Step, attends, exchanges
 from .values import Values, computed, located
 
-__all__ = ["read"]
-
 
 @undisturbed()
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:

@@ -21,8 +21,6 @@ from .operations import Norm, Rows
 from .replay import evaluate, indices_like, leaves_of, origin_of, random_like, source_of
 from .values import Values, computed
 
-__all__ = ["HeadsFound", "Turn", "heads_of"]
-
 _CLOSE = 1e-10
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..torch_internals import memory_of
 from .dataflow import Dataflow, Node, Value, values_in
 
-__all__ = ["settle_writes"]
-
 # What computes the same and writes nothing.
 _WITHOUT = {f"{op}_": op for op in "add sub mul div index_add masked_fill".split()}
 _WITHOUT |= {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}

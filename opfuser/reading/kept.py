@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KeptError", "NotNowError"]
-
 
 class KeptError(Exception):
     """The reason why a module is kept: an operation that is not explained, and where it is.

@@ -15,8 +15,6 @@ from .operations import Heads, Operation
 from .packing import gathered, shared_steps, side_by_side
 from .values import Values, computed
 
-__all__ = ["LatentsFound", "latent_heads", "latents_of", "update_before"]
-
 
 @dataclass(frozen=True)
 class LatentsFound:

@@ -19,8 +19,6 @@ from ..attention.cache import (
     state_of_layer,
 )
 
-__all__ = ["LayerCache"]
-
 
 @dataclass(frozen=True, eq=False)
 class LayerCache(StoresLast):

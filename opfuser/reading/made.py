@@ -16,8 +16,6 @@ from .sizes import Size, function_of
 from .stand_ins import LayerIndex
 from .torch_functions import DRAWS
 
-__all__ = ["Maker", "made_of"]
-
 _SIZE = re.compile(r"s\[(\d+)\]")
 
 

@@ -17,8 +17,6 @@ from .replay import indices_like, origin_of, source_of
 from .scores import Core
 from .values import Values, computed
 
-__all__ = ["masks_of"]
-
 # Numbers below may hide all keys of a query, of which kernels have no exact gradients.
 _LEAST = -128.0
 

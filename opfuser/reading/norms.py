@@ -12,8 +12,6 @@ from .products import Product, product_of
 from .projections import vector_of
 from .values import Values
 
-__all__ = ["NormFound", "norm_of"]
-
 
 class NormFound(NamedTuple):
     """A norm, what it normalises, and a factor behind it."""

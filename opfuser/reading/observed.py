@@ -34,8 +34,6 @@ from .reads import (
     unchanged,
 )
 
-__all__ = ["FILLS_A_CACHE", "Observed", "attributes_of"]
-
 # The effect of a call of a memoised function with other arguments than before.
 FILLS_A_CACHE = "fills a cache"
 

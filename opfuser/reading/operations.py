@@ -204,7 +204,7 @@ class Bias(Operation):
 
 @dataclass(frozen=True)
 class Activation(Operation):
-    """A function of each entry: a name of ``construction.ACTIVATIONS``, and its constants."""
+    """A function of each entry: a name of ``counterparts.ACTIVATIONS``, and its constants."""
 
     name: str
     constants: tuple[float, ...] = ()

@@ -14,8 +14,6 @@ from .heads import HeadsFound, Turn
 from .kept import KeptError
 from .operations import HeadNorm, Heads, Norm, Operation, Reorder, Rotary
 
-__all__ = ["distinct", "gathered", "packed", "shared_steps", "side_by_side", "sizes_of"]
-
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
     """Sizes of the columns (heads, entries) of queries, keys and values."""

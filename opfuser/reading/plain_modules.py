@@ -22,20 +22,6 @@ from ..tracing import stands_in
 from .dataflow import form_of, map_leaves, tensors_in
 from .operations import Attention, Called, GivenCache, HeadNorm, Input
 
-__all__ = [
-    "Around",
-    "Beside",
-    "CachedRows",
-    "Child",
-    "ColumnScale",
-    "HeadLayerNorm",
-    "Multiply",
-    "Reorder",
-    "Routed",
-    "Transpose",
-    "weights_of",
-]
-
 
 class Reorder(nn.Module):
     """Blocks of the last dimension in another order, some of them left out or repeated.

@@ -8,8 +8,6 @@ from .arguments import is_number
 from .dataflow import Value
 from .values import Values
 
-__all__ = ["Product", "product_of"]
-
 
 @dataclass(frozen=True)
 class Product:

@@ -21,8 +21,6 @@ from .sizes import Size
 from .stand_ins import CacheStandIn, LayerIndex
 from .values import Values
 
-__all__ = ["CallFound", "LinearFound", "calls_returning", "linear_of", "vector_of"]
-
 
 class LinearFound(NamedTuple):
     """A linear function, its argument, and the nodes of dropout inside."""

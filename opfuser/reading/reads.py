@@ -13,26 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "CELL",
-    "CODE",
-    "COUNT",
-    "DEFAULTS",
-    "DTYPE",
-    "HOOKS",
-    "MISSING",
-    "REQUIRES_GRAD",
-    "SHAPE",
-    "SLOTS",
-    "Reads",
-    "contents",
-    "held_tensors",
-    "is_hooked",
-    "is_of_python",
-    "is_scalar",
-    "unchanged",
-]
-
 MISSING = object()
 SLOTS = "_parameters", "_buffers", "_modules"
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"

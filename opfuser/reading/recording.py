@@ -32,8 +32,6 @@ from .reads import MISSING, SLOTS, is_of_python, is_scalar
 from .replaced_methods import replaced
 from .stand_ins import LayerIndex
 
-__all__ = ["Recording", "is_tracing"]
-
 _FRAMEWORK = vars(module_file)
 _OWN = tuple(f"{__name__.partition('.')[0]}.{part}" for part in ("applying", "reading"))
 # Names in code that reads attributes without their objects.

@@ -9,8 +9,6 @@ from typing import Any
 
 from .reads import MISSING
 
-__all__ = ["replaced"]
-
 
 class _InThisThread:
     """A method that a class has in one thread, while others find the one that it had."""

@@ -19,18 +19,6 @@ from .dataflow import Node, Value, map_leaves, values_in
 from .kept import KeptError
 from .values import Values, computed
 
-__all__ = [
-    "columns_of",
-    "evaluate",
-    "indices_like",
-    "is_layout",
-    "leaves_of",
-    "origin_of",
-    "random_like",
-    "source_of",
-    "undisturbed",
-]
-
 _LAYOUT = frozenset(
     """view reshape transpose permute chunk split unbind __getitem__ squeeze unsqueeze flatten
     unflatten expand expand_as narrow tensor_split cat concat stack mT T t repeat repeat_interleave

@@ -15,8 +15,6 @@ from .products import product_of
 from .replay import origin_of, source_of
 from .values import Values, computed
 
-__all__ = ["Core", "core_of"]
-
 
 @dataclass(frozen=True)
 class Core:

@@ -23,8 +23,6 @@ from .reads import (
     unchanged,
 )
 
-__all__ = ["exchanged_reads", "sibling_reads"]
-
 
 def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
     """What ``module``'s forward reads, if it is the same as was read of another module, else None.

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Size", "Sizes", "function_of", "plain"]
-
 
 class Sizes:
     """The sizes of one traced call that other calls may have differently.

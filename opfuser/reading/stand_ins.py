@@ -11,15 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-__all__ = [
-    "CacheStandIn",
-    "LayerIndex",
-    "Update",
-    "cached_length",
-    "ignores_more",
-    "is_cache",
-]
-
 
 class Update(NamedTuple):
     """An update of a cache in a traced forward, from which the number of its keys follows.

@@ -17,8 +17,6 @@ from .operations import (
     Transpose,
 )
 
-__all__ = ["Step", "attends", "exchanges"]
-
 
 class Step(NamedTuple):
     """Operations, first to last.

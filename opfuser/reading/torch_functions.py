@@ -11,22 +11,6 @@ from torch import Tensor
 
 from .dataflow import Node, map_leaves
 
-__all__ = [
-    "DRAWS",
-    "OF_DEVICE",
-    "OF_STRIDES",
-    "QUESTIONS",
-    "autocasts",
-    "chosen_by_entries",
-    "computed",
-    "described",
-    "device_answer",
-    "keeps_gradients",
-    "name_of",
-    "opened",
-    "with_devices",
-]
-
 OF_DEVICE = frozenset("device get_device is_cpu is_cuda is_meta is_mps is_xpu".split())
 OF_STRIDES = frozenset("is_contiguous storage_offset stride".split())
 # What may be asked of a tensor whose answer is no tensor and does not depend on its entries.

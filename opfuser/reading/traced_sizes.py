@@ -9,8 +9,6 @@ from torch import Tensor
 from .dataflow import Node, Value, leaves_in, map_leaves, values_in
 from .sizes import Size, Sizes, plain
 
-__all__ = ["note_results", "note_sizes", "sizes_in"]
-
 # Functions whose integers are sizes of their results.
 _SIZED = frozenset(
     """broadcast_to empty expand full new_empty new_full new_ones new_zeros ones rand randn repeat

@@ -24,8 +24,6 @@ from .sizes import Sizes, function_of
 from .stand_ins import Update, cached_length, ignores_more
 from .tracing_mode import TracingMode
 
-__all__ = ["Trace", "device_of", "trace"]
-
 
 @dataclass(eq=False)
 class Trace:

@@ -39,8 +39,6 @@ from .torch_functions import (
 from .traced_sizes import note_results, note_sizes, sizes_in
 from .turns import turns
 
-__all__ = ["TracingMode", "unrecorded"]
-
 _FUNCTIONAL = dict(vars(functional))
 # Whose parts are recorded, as it is none of the operations that readers know.
 _COMPOSITE = functional.multi_head_attention_forward

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .reads import is_scalar
 
-__all__ = ["turns"]
-
 _OWN = __name__.rpartition(".")[0]
 
 

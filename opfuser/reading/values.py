@@ -11,8 +11,6 @@ from .arguments import CASTS, Term, term_of
 from .dataflow import Dataflow, Node, Value, values_in
 from .kept import KeptError
 
-__all__ = ["Values", "computed", "located"]
-
 
 class Values:
     """Looks at the values of one dataflow whose stream is of one dtype.

@@ -6,10 +6,10 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..errors import FusionError, UnknownFusionError, choose_among
 from ..fusion import STAGES, Env, Fusion, FusionFunction, Requires, Stage
@@ -17,9 +17,6 @@ from ..fusion_config import FusionConfig, Place, Setting, in_order, settings_at
 from ..fusion_config_text import read
 from ..op import FusibleOperation
 from ..plugins import PluginInfo, load_all
-from ..reversible import ReversibleChanges
-
-__all__ = ["FusionHandle", "Registry", "registry"]
 
 
 class FusionHandle:
@@ -100,16 +97,53 @@ class FusionHandle:
     def __enter__(self) -> FusionHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
         return f"FusionHandle({self.name!r}, stage={self.stage!r}, enabled={self.enabled})"
+
+
+T = TypeVar("T")
+
+
+class _ReversibleChanges(Generic[T]):
+    """Changes in order, which whoever made them can take back without undoing those of others.
+
+    Args:
+        merged: one change that does what two in a row do. Those that nobody can take back any more
+            are merged, so that they do not pile up.
+    """
+
+    def __init__(self, merged: Callable[[T, T], T]) -> None:
+        self._merged = merged
+        self._made: list[tuple[weakref.ref[object] | None, T]] = []
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter([change for _, change in self._made])
+
+    def add(self, owner: object, change: T) -> None:
+        """Adds a change that is for good if ``owner`` is None, or once it is gone."""
+        self._made.append((None if owner is None else weakref.ref(owner), change))
+        self._merge()
+
+    def take_back(self, owner: object) -> None:
+        """Removes the changes of ``owner``, and nothing else."""
+        self._made = [made for made in self._made if made[0] is None or made[0]() is not owner]
+        self._merge()
+
+    def _merge(self) -> None:
+        kept: list[tuple[weakref.ref[object] | None, T]] = []
+        for ref, change in self._made:
+            owner = None if ref is None or ref() is None else ref
+            if owner is None and kept and kept[-1][0] is None:
+                kept[-1] = None, self._merged(kept[-1][1], change)
+            else:
+                kept.append((owner, change))
+        self._made = kept
 
 
 class _Registering(threading.local):
@@ -126,9 +160,9 @@ class Registry:
 
     def __init__(self) -> None:
         self.handles: dict[Stage, list[FusionHandle]] = {stage: [] for stage in STAGES}
-        self._switches = ReversibleChanges[dict[str, tuple[bool, str]]](lambda a, b: {**a, **b})
+        self._switches = _ReversibleChanges[dict[str, tuple[bool, str]]](lambda a, b: {**a, **b})
         self.switched: dict[str, tuple[bool, str]] = {}
-        self._configs = ReversibleChanges(FusionConfig.followed_by)
+        self._configs = _ReversibleChanges(FusionConfig.followed_by)
         self.configs: tuple[FusionConfig, ...] = ()
         self.plugins: tuple[PluginInfo, ...] = ()
         self._plugins_are_loaded = self._is_loading = False

@@ -9,8 +9,6 @@ from ..fusion_config import EffectiveSetting, FusionConfig, Setting
 from ..plugins import PluginInfo
 from .handles import registry
 
-__all__ = ["FusionInfo", "effective", "fusions", "plugins"]
-
 
 class FusionInfo(NamedTuple):
     """One registered fusion, as listed by :func:`fusions`.

@@ -9,14 +9,6 @@ from ..fusion import ANYWHERE, Fusion, FusionFunction, PatternElement, Refusal, 
 from ..op import FusedOperation
 from .handles import FusionHandle, registry
 
-__all__ = [
-    "fusion",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-]
-
-
 F = TypeVar("F", bound=type[FusedOperation])
 
 

@@ -11,8 +11,6 @@ from typing_extensions import Self
 from ..fusion_config import FusionConfig
 from .handles import registry
 
-__all__ = ["disable", "enable", "fusion_config"]
-
 
 class _Block:
     """Takes effect when made; as a context manager, until the block ends."""

@@ -26,8 +26,6 @@ from .state import Again
 from .steps import first_deviation
 from .variants import Variant, leading_dims, modes, variants, wanting
 
-__all__ = ["check_fusion"]
-
 
 @unrecorded()  # what operations do shows in calls of theirs
 def check_fusion(

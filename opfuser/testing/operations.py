@@ -19,8 +19,6 @@ from .compare import Reference, Tolerance, cast, each_dtype, parameters_of
 from .protocol import check_protocol
 from .variants import Variant, leading_dims, modes, variants
 
-__all__ = ["check_op"]
-
 
 @unrecorded()  # what operations do shows in calls of theirs
 def check_op(

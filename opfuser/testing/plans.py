@@ -12,8 +12,6 @@ from ..expectations import last_plans, occurrences, reasons
 from ..fusion import Stage
 from ..sequential import Sequential
 
-__all__ = ["assert_fused", "assert_not_fused"]
-
 
 def assert_fused(
     model: nn.Module | Plan,

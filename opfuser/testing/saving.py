@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..engine.plan import Step
 from ..errors import counted, explain
+from ..reading.dataflow import tensors_in
 from ..registry import FusionHandle
 from ..sequential import Sequential
 from .calls import ERRORS, fail
@@ -104,21 +105,10 @@ def _may_save_more(fusion: str, filled: Filled) -> bool:
     return said or filled.plan.env.autocast_dtype is not None
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values, also inside tuples, lists and dicts."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
 def _bytes(filled: Filled, parameters: Mapping[str, Tensor]) -> int:
     """Bytes that the contexts keep alive besides parameters; each storage counts once."""
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
-    kept = _tensors(vars(ctx) for ctx in filled.contexts)
+    kept = tensors_in([vars(ctx) for ctx in filled.contexts])
     storages = {s.data_ptr(): s.nbytes() for t in kept if (s := t.untyped_storage())}
     return sum(size for place, size in storages.items() if place not in own)
 

@@ -21,8 +21,6 @@ from .compare import Tolerance, deviation, precision
 from .contexts import Filled, fill
 from .variants import Variant
 
-__all__ = ["first_deviation", "run_backward"]
-
 
 class Raw(NamedTuple):
     """The gradients as a fuser_backward returned them."""

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from opfuser import LoRAAdapter, PointwiseOperation, RopeScaling, basic
 from opfuser.attention.choice import KERNELS
+from opfuser.basic.activation import ACTIVATIONS
+from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
 
@@ -237,6 +239,8 @@ DOMAINS: dict[str, list[Bad]] = {
 }
 
 CASES: dict[str, Case] = {
+    **{op.__name__: ACTIVATION for op in ACTIVATIONS},
+    **{op.__name__: FIXED_LAYOUT for op in GATED_ACTIVATIONS},
     "AddEmbedding": Case(
         {"num_embeddings": 7, "embedding_dim": 8},
         lambda: [torch.randn(3, 8), torch.tensor([0, 6, 6])],
@@ -325,9 +329,7 @@ CASES: dict[str, Case] = {
             "sequence_dim": ReadOnly(1),
         },
     ),
-    "GEGLU": FIXED_LAYOUT,
     "GELU": Case({}, rows(), {"approximate": Change("none"), **CACHE}),
-    "GLU": FIXED_LAYOUT,
     "GroupedLinear": Case(
         {"num_groups": 2, "in_features": 8, "out_features": 6},
         lambda: [torch.randn(5, 8), torch.tensor([2, 3])],
@@ -381,8 +383,6 @@ CASES: dict[str, Case] = {
         f32((2, 5, 8)),
         {"num_positions": ReadOnly(9), "embedding_dim": ReadOnly(9)},
     ),
-    "QGEGLU": FIXED_LAYOUT,
-    "QGELU": ACTIVATION,
     "QKNorm": Case(HEADS, f32((2, 5, 16)), {"head_dim": ReadOnly(8), **MORE_HEADS, **EPS, **GAMMA}),
     "Quantize": Case(
         {},
@@ -393,8 +393,6 @@ CASES: dict[str, Case] = {
         },
     ),
     "RMSNorm": Case({"normalized_shape": 8}, rows(), NORM),
-    "ReGLU": FIXED_LAYOUT,
-    "ReLU": ACTIVATION,
     "ReduceScatter": Case({}, rows(), {"dim": ReadOnly(1)}),
     "Reshape": Case({"shape": (4, 6)}, rows(), {"shape": Change((2, -1))}),
     "RestoreTokens": Case({}, lambda: [torch.randn(6, 8), torch.tensor([0, 1, 6, 4, 2])], {}),
@@ -414,8 +412,6 @@ CASES: dict[str, Case] = {
             "interleave_sections": Change(True, neutral=True),
         },
     ),
-    "SReGLU": FIXED_LAYOUT,
-    "SReLU": ACTIVATION,
     "ScaledClampedQGeGLU": Case({}, rows(scales=True), {**CLAMP, **INTERLEAVE, **RECOMPUTE}),
     "ScaledSReLU": Case({}, rows(scales=True), RECOMPUTE),
     "ScaledSiTUGLU": Case({}, rows(scales=True), {**CAPS, **INTERLEAVE, **RECOMPUTE}),
@@ -425,13 +421,10 @@ CASES: dict[str, Case] = {
         rows(scales=True),
         {"tanh_clamp_scale": Change(0.5), **RECOMPUTE},
     ),
-    "SiLU": ACTIVATION,
     "SiTUGLU": Case({}, rows(), {**CAPS, **INTERLEAVE, **CACHE}),
-    "Sigmoid": ACTIVATION,
     "Softplus": Case({}, rows(), {"beta": Change(3.0), "threshold": Change(0.1), **CACHE}),
     "SwiGLU": Case({}, rows(), {**INTERLEAVE, **CACHE}),
     "SwapExtra": Case({}, f32((3, 8), (4, 6)), {}),
-    "Tanh": ACTIVATION,
     "TopKRouter": Case(
         {"num_experts": 8, "top_k": 3, "num_groups": 4, "top_k_groups": 2},
         f32((9, 8)),
@@ -456,9 +449,9 @@ CASES: dict[str, Case] = {
 }
 # Others compute other functions in the same way.
 EACH_KIND = sorted(
-    {*CASES}
-    - {"AllReduce", "QGEGLU", "QGELU", "ReGLU", "ReLU", "ReduceScatter", "SReGLU", "SReLU"}
-    - {"Sigmoid", "Tanh"}
+    {name for name, case in CASES.items() if case not in (ACTIVATION, FIXED_LAYOUT)}
+    - {"AllReduce", "ReduceScatter"}
+    | {"GEGLU", "GLU", "SiLU"}
 )
 
 

@@ -119,8 +119,8 @@ CONFIGS: dict[str, tuple[DecoderConfig, bool]] = {
     "llama, sequence": (DecoderConfig(29, 16, 2, 4, **LLAMA), True),
     "llama": (DecoderConfig(30, 16, 2, 4, tied_head=False, **LLAMA), False),
     "qwen and gemma, sequence": (DecoderConfig(31, 16, 1, 4, **QWEN, **GEMMA, **LLAMA), True),
-    "gpt": (DecoderConfig(29, 16, 1, 2, activation="gelu", qk_norm=True, **GPT), False),
-    "norms behind, sequence": (DecoderConfig(29, 16, 1, 2, activation="relu", **BEHIND), True),
+    "gpt": (DecoderConfig(29, 16, 1, 2, activation="quick_gelu", qk_norm=True, **GPT), False),
+    "norms behind, sequence": (DecoderConfig(29, 16, 1, 2, activation="sreglu", **BEHIND), True),
 }
 
 

@@ -350,7 +350,7 @@ def test_options_of_layers_without_counterpart(options: dict[str, Any], text: st
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"activation": "gelu_exact"}, ArgumentError, "activation is one of gelu, geglu.*_exact"),
+        ({"activation": "gelu_exact"}, ArgumentError, "activation is one of swiglu, .*_exact"),
         ({"normalization": "BatchNorm"}, ArgumentError, "one of LayerNorm, RMSNorm.*BatchNorm"),
         ({"activation_params": {"limit": 1.0}}, NotSupportedError, "activation_params={'limit'"),
     ],

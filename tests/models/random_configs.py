@@ -10,8 +10,8 @@ __all__ = ["ENCODERS", "FAMILIES", "LENGTH", "VOCABULARY", "sample", "sample_enc
 
 LENGTH = 17
 VOCABULARY = 37
-GATED = ["silu", "gelu_pytorch_tanh"]
-PLAIN = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"]
+GATED = ["silu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "sigmoid"]
+PLAIN = [*GATED, "gelu", "gelu_new", "swish", "tanh"]
 EPS = [1e-6, 1e-5, 1e-2, 0.3]
 Rng = random.Random
 Sizes = dict[str, Any]

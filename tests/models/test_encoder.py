@@ -143,7 +143,7 @@ def test_dropout_is_where_the_configuration_has_it() -> None:
     ("change", "text"),
     [
         ({"is_decoder": True}, r"without is_decoder \(from_hf of a bert\)"),
-        ({"hidden_act": "tanh"}, "hidden_act must be one of"),
+        ({"hidden_act": "mish"}, "hidden_act must be one of"),
         ({"position_embedding_type": "relative_key"}, r"'absolute'.* Received: 'relative_key'"),
         ({"model_type": "roberta"}, r"types: bert \(EncoderConfig.from_hf\).*'roberta'"),
     ],

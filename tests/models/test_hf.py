@@ -206,8 +206,8 @@ def test_configurations_are_read_by_their_attributes() -> None:
             {},
             r"these types: .*llama.* .DecoderConfig.from_hf.. Received: model_type='bloom'",
         ),
-        ("Llama", {**SIZES, "hidden_act": "relu"}, r"one of silu, gelu_.* of a llama.*'relu'"),
-        ("GPT2", {**GPT2, "activation_function": "tanh"}, r"activation_function must be one of"),
+        ("Llama", {**SIZES, "hidden_act": "gelu"}, r"one of silu, .* of a llama.*'gelu'"),
+        ("GPT2", {**GPT2, "activation_function": "mish"}, r"activation_function must be one of"),
         (
             "GPT2",
             {**GPT2, "scale_attn_by_inverse_layer_idx": True},

@@ -81,23 +81,6 @@ def test_other_modules_look_names_up_in_the_same_way(monkeypatch: pytest.MonkeyP
         _ = module.other
 
 
-def test_what_is_gone_is_accepted_and_says_that_it_changes_nothing() -> None:
-    said = (
-        r"^opfuser\.overlap_wgrad has no effect since opfuser 0\.1, and goes in 0\.2\. "
-        r"Remove its use: weight gradients on a stream of their own took longer more often than "
-        r"not\.$"
-    )
-    with pytest.warns(DeprecatedNameWarning, match=said):
-        overlap = opfuser.overlap_wgrad(opfuser.Linear(4, 4))
-    with pytest.warns(DeprecatedNameWarning, match=r"opfuser\.WgradOverlap has no effect"):
-        kind = opfuser.WgradOverlap
-    with overlap as entered:
-        assert isinstance(entered, kind)
-    overlap.remove()
-    with pytest.warns(DeprecatedNameWarning, match=r"parallel\.choose has no effect .* 1\.6 %"):
-        opfuser.async_tensor_parallel.choose("symm_mem", None)
-
-
 def test_a_name_goes_in_the_version_that_removes_it() -> None:
     names = {
         "opfuser.a": Renamed("opfuser.apply", "0.9"),

@@ -126,16 +126,16 @@ def test_a_norm_is_read_however_it_is_written(name: str) -> None:
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Activation]] = {
     "silu": (lambda x: torch.sigmoid(x) * x, Activation("silu")),
-    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), Activation("quick gelu")),
-    "squared relu": (lambda x: F.relu(x) ** 2, Activation("squared relu")),
+    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), Activation("quick_gelu")),
+    "squared relu": (lambda x: F.relu(x) ** 2, Activation("squared_relu")),
     "gelu": (lambda x: x * 0.5 * (1.0 + torch.erf(x / 2**0.5)), Activation("gelu")),
     "gelu by tanh": (
         lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
-        Activation("gelu by tanh"),
+        Activation("gelu_tanh"),
     ),
     "gelu by tanh, as fast": (
         lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
-        Activation("gelu by tanh"),
+        Activation("gelu_tanh"),
     ),
     "softplus": (lambda x: F.softplus(x, 2.0), Activation("softplus", (2.0, 20.0))),
     "tanh": (torch.tanh, Activation("tanh")),
@@ -155,7 +155,7 @@ def test_an_activation_of_a_sum_with_an_adapter_is_read() -> None:
         return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
 
     *_, activation = operations_of(written)
-    assert activation == Activation("gelu by tanh")
+    assert activation == Activation("gelu_tanh")
 
 
 def test_gates_are_read_of_two_projections_and_of_one() -> None:

@@ -18,8 +18,6 @@ from ...libraries import required
 from ...reading.recording import is_tracing
 from ...torch_internals import constant_result
 
-__all__ = ["NAME", "register_attention"]
-
 NAME = "opfuser"
 
 

@@ -14,8 +14,6 @@ from ...applying import foreign_forward
 from ...reading.captured_outputs import is_idle
 from ...reading.reads import is_hooked
 
-__all__ = ["examples", "input_shape"]
-
 _ROWS, _TOKENS = 2, 8
 # An example of a larger model takes seconds on a CPU.
 _PARAMETERS_ON_CPU = 2 * 10**9

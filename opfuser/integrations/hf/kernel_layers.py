@@ -13,8 +13,6 @@ from ...applying.forwards import State, state_of
 from ...libraries import required
 from ...reading.recording import is_tracing
 
-__all__ = ["LAYERS", "kernel_mapping"]
-
 LAYERS = ("GeGLUMLP", "RMSNorm", "RMSNormZeroCentered", "SwiGLUMLP")
 _DEVICES = ("cpu", "cuda", "rocm")
 # Traces are shared by all modules of a class.

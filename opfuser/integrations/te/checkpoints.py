@@ -22,8 +22,6 @@ from opfuser.quantization.te_scales import te_scales
 
 from .conversion import options_of
 
-__all__ = ["load_te_state_dict", "te_state_dict"]
-
 _STATE = "_extra_state"
 # Operations there that hold another one, with a state of its own.
 _INSIDE = {"ScaledClampedQGeGLU": "_clamped."}

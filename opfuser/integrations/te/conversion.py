@@ -23,8 +23,6 @@ from .operations import OPERATIONS, from_te_operation, to_te_operation
 from .options import Options, attribute, kind_of, refuse_hooks, refuse_parameters
 from .transformer_layer import TransformerLayerOptions
 
-__all__ = ["MODULES", "from_te", "options_of", "to_te"]
-
 MODULES: Mapping[str, type[Options]] = {
     options.te_name: options
     for options in (

@@ -9,46 +9,27 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-import opfuser
-from opfuser import GroupedLinear, LayerNorm, Linear, MakeExtraOutput, MergedLinear, RMSNorm
+from opfuser import (
+    ClampedSwiGLU,
+    GroupedLinear,
+    LayerNorm,
+    Linear,
+    MakeExtraOutput,
+    MergedLinear,
+    RMSNorm,
+)
+from opfuser.basic.gated_activation import GATED_ACTIVATIONS
+from opfuser.counterparts import ACTIVATIONS, NORMS
 from opfuser.errors import ArgumentError, explain
 
 from .options import Options, refuse_delay, refuse_option, refuse_others, values_of
-
-__all__ = [
-    "ACTIVATIONS",
-    "GroupedLinearOptions",
-    "LayerNormLinearOptions",
-    "LayerNormMLPOptions",
-    "LinearOptions",
-    "Split",
-    "linear_keywords",
-    "norm",
-    "projection",
-    "split_names",
-    "split_of",
-]
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
 Split = tuple[tuple[str, int], ...]
 
-# By their names there; ours are classes of the same formula.
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu": "GELU",
-    "geglu": "GEGLU",
-    "glu": "GLU",
-    "qgelu": "QGELU",
-    "qgeglu": "QGEGLU",
-    "relu": "ReLU",
-    "reglu": "ReGLU",
-    "srelu": "SReLU",
-    "sreglu": "SReGLU",
-    "silu": "SiLU",
-    "swiglu": "SwiGLU",
-    "clamped_swiglu": "ClampedSwiGLU",
-}
-_NORMS: Mapping[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_ACTIVATIONS = {row.te: row for row in ACTIVATIONS.values() if row.te is not None}
+_NORMS = {kind.__name__: kind for kind in reversed([*NORMS.values()])}
 _OF_NORM = ("eps", "normalization", "zero_centered_gamma", "return_layernorm_output")
 _NORM_NAMES = {"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}
 
@@ -217,7 +198,7 @@ class LayerNormMLPOptions(Options):
 
     def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
         activation = self._activation()
-        gated = 2 if self.activation.endswith("glu") else 1
+        gated = 2 if isinstance(activation, GATED_ACTIVATIONS) else 1
         how = linear_keywords(self, device, dtype)
         return {
             **_norms(self, self.hidden_size, device, dtype),
@@ -227,21 +208,21 @@ class LayerNormMLPOptions(Options):
         }
 
     def _activation(self) -> Any:
-        name = ACTIVATIONS.get(self.activation)
-        if name is None:
+        row = _ACTIVATIONS.get(self.activation)
+        if row is None:
             raise ArgumentError(
                 explain(
-                    f"activation is one of {', '.join(ACTIVATIONS)}",
+                    f"activation is one of {', '.join(_ACTIVATIONS)}",
                     where=type(self).__name__,
                     received=repr(self.activation),
                 )
             )
         params = dict(self.activation_params or {})
         if set(params) - {"limit", "alpha", "glu_linear_offset"} or (
-            params and name != "ClampedSwiGLU"
+            params and row.operation is not ClampedSwiGLU
         ):
             refuse_option(type(self).__name__, "activation_params", params)
-        activation = getattr(opfuser, name)(**params)
+        activation: Any = row.operation(*row.arguments, **params)
         if self.checkpoint:
             activation.recompute_mlp = True
         return activation

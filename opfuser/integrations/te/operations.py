@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import nn
 
 import opfuser
 from opfuser import BasicOperation, FusibleOperation, Linear, Sequential
+from opfuser.basic.gated_activation import GATED_ACTIVATIONS
+from opfuser.counterparts import ACTIVATIONS
 from opfuser.errors import NotSupportedError, explain
 
 from .options import attribute, kind_of, refuse_option
-
-__all__ = ["OPERATIONS", "Argument", "from_te_operation", "to_te_operation"]
 
 
 class Argument(NamedTuple):
@@ -37,7 +38,6 @@ def _same(*names: str) -> tuple[Argument, ...]:
 
 
 _CACHED = _same("cache_quantized_input")
-_GLU = (*_CACHED, *_same("glu_interleave_size"))
 _SCALED = _same("glu_interleave_size", "activation_recompute_in_mlp")
 _CAPS = _same("beta1", "beta2")
 _CLAMPS = _same("limit", "alpha", "glu_linear_offset")
@@ -62,6 +62,10 @@ _NORM = (
 
 # By class. Parameters have the same names on both sides.
 OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
+    **{
+        kind.__name__: _same(*signature(kind).parameters)
+        for kind in (*GATED_ACTIVATIONS, *(row.operation for row in ACTIVATIONS.values() if row.te))
+    },
     "AddExtraInput": _IN_PLACE,
     "AllGather": (*_GROUP, _DIM),
     "AllReduce": (*_GROUP, Argument("reduce_in_backward", "_reduce_in_backward", None, True)),
@@ -80,12 +84,9 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
         Argument("size", "_size", "size"),
         *_same("tensor_parallel", "tensor_parallel_group"),
     ),
-    "ClampedSwiGLU": (*_CLAMPS, *_GLU),
     "ConstantScale": _same("scale"),
     "Dropout": (Argument("p", "dropout_probability", "dropout_probability"),),
-    "GEGLU": _CACHED,
     "GELU": (*_CACHED, Argument("approximate", None, "approximate", "tanh")),
-    "GLU": _CACHED,
     "GroupedLinear": (
         *_same("num_groups", "in_features", "out_features"),
         Argument("bias", "use_bias", "use_bias"),
@@ -118,19 +119,13 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
         _TRANSPOSED,
     ),
     "MakeExtraOutput": _IN_PLACE,
-    "QGEGLU": _CACHED,
-    "QGELU": _CACHED,
     "Quantize": (
         Argument("forward", "_quantize_forward", "quantize_forward"),
         Argument("backward", "_quantize_backward", "quantize_backward"),
     ),
     "RMSNorm": _NORM,
-    "ReGLU": _CACHED,
-    "ReLU": _CACHED,
     "ReduceScatter": (*_GROUP, _DIM),
     "Reshape": (Argument("shape", "_shape", "shape"),),
-    "SReGLU": _CACHED,
-    "SReLU": _CACHED,
     "ScaledClampedQGeGLU": (
         *(Argument(a.name, f"_clamped.{a.name}", a.name) for a in _CLAMPS),
         *_SCALED,
@@ -139,9 +134,6 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     "ScaledSiTUGLU": (*_CAPS, *_SCALED),
     "ScaledSwiGLU": _SCALED,
     "ScaledTanhSReLU": _same("tanh_clamp_scale", "activation_recompute_in_mlp"),
-    "SiLU": _CACHED,
-    "SiTUGLU": (*_CAPS, *_GLU),
-    "SwiGLU": _GLU,
 }
 _WITH_PARAMETERS = frozenset("BasicLinear Bias GroupedLinear LayerNorm Linear RMSNorm".split())
 

@@ -13,19 +13,6 @@ from opfuser import Sequential
 from opfuser.change_tracking import has_hooks
 from opfuser.errors import NotSupportedError
 
-__all__ = [
-    "Options",
-    "attribute",
-    "is_of_te",
-    "kind_of",
-    "refuse_delay",
-    "refuse_hooks",
-    "refuse_option",
-    "refuse_others",
-    "refuse_parameters",
-    "values_of",
-]
-
 # Attributes of modules whose values here are the only ones that have a counterpart.
 _WHOLE: Mapping[str, Any] = {"tp_size": 1, "return_bias": False}
 _REMEDY: Mapping[str, str] = {

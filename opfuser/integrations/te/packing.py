@@ -10,8 +10,6 @@ from torch import Tensor
 from opfuser import BasicOperation, OperationContext
 from opfuser.errors import ArgumentError, InputError
 
-__all__ = ["DeinterleaveHeads", "SwapSequenceAndBatch"]
-
 
 class DeinterleaveHeads(BasicOperation):
     """Packed queries, keys and values in the order of :class:`opfuser.DotProductAttention`.

@@ -34,8 +34,6 @@ from .linear_modules import (
 from .options import Options, refuse_delay, refuse_option, refuse_others, values_of
 from .packing import DeinterleaveHeads, SwapSequenceAndBatch
 
-__all__ = ["TransformerLayerOptions"]
-
 # Options of the layer and of its attention that have no counterpart but these values.
 _LAYER: Mapping[str, Any] = {
     "layer_type": "encoder",

@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...counterparts import GATED
 from ...reading.activations import activations_in
 from ...reading.arguments import Term
 from ...reading.dataflow import Value
@@ -19,7 +20,7 @@ from ...reading.projections import linear_of, vector_of
 from ...reading.replay import source_of
 from ...reading.values import Values
 
-__all__ = ["ACTIVATIONS", "Formula", "formulas_of"]
+__all__ = ["Formula", "formulas_of"]
 
 
 class Formula(NamedTuple):
@@ -65,23 +66,11 @@ def _linear(values: Values, v: Value) -> Iterator[Formula]:
         yield Formula("linear", (found.x,), operands)
 
 
-# By the name of an activation: its kind, and that of its product with another tensor.
-ACTIVATIONS = {
-    "gelu": ("gelu", "geglu_exact"),
-    "gelu by tanh": ("gelu_tanh", "geglu"),
-    "quick gelu": ("quick_gelu", "qgeglu"),
-    "relu": ("relu", "reglu"),
-    "sigmoid": ("sigmoid", "glu"),
-    "silu": ("silu", "swiglu"),
-    "squared relu": ("squared_relu", "sreglu"),
-    "tanh": ("tanh", ""),
-}
-
-
 def _activation(values: Values, v: Value) -> Iterator[Formula]:
     found = activations_in(values, product_of(values, v, None))
     for act in sorted(found, key=lambda one: len(one.rest.values)):
-        plain, gated = ACTIVATIONS.get(act.activation.name, ("", ""))
+        plain = "" if act.activation.constants else act.activation.name
+        gated = "geglu_exact" if plain == "gelu" else GATED.get(plain)
         shapes = [v.shape for v in act.rest.values if v.origin != "parameter"]
         if not math.isclose(act.rest.factor, 1.0):
             continue

@@ -9,24 +9,19 @@ import torch
 from torch import nn
 
 from ... import basic
+from ...counterparts import ACTIVATIONS
 from ...linear import Linear
 from ...merged_linear import MergedLinear
-from ...reading import construction
 from ..target import moved
 from .finding import Found
-from .formulas import ACTIVATIONS
 from .tracing import facts_of
 
 __all__ = ["GATED", "operation"]
 
-GATED: dict[str, Callable[[], nn.Module]] = {
-    gated: construction.GATED[name]
-    for name, (_, gated) in ACTIVATIONS.items()
-    if name in construction.GATED
-}
+GATED = {name: row.operation for name, row in ACTIVATIONS.items() if row.gate is not None}
 _PLAIN: dict[str, Callable[[], nn.Module]] = {
     "add": basic.AddExtraInput,
-    **{plain: construction.ACTIVATIONS[name] for name, (plain, _) in ACTIVATIONS.items()},
+    **{name: row.make for name, row in ACTIVATIONS.items() if not row.gated},
     **GATED,
 }
 
