@@ -371,7 +371,7 @@ class GroupedLinear(BasicOperation):
             keep_weights(ctx, weights)
         if ctx.requires_grad:
             reads_scales = any(ctx.needs.parameters[len(weights) :])
-            ctx.save_for_backward(split_sizes, scales if reads_scales else None, *saved)
+            ctx.save_for_backward(groups.sizes, scales if reads_scales else None, *saved)
             if scales is not None:
                 ctx.scales_like = scales.shape, scales.dtype
             if grad_input is not None and ctx.needs.input:
@@ -419,10 +419,10 @@ class GroupedLinear(BasicOperation):
         self, products: GroupedProducts, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, GroupedGrad]:
         """The gradient of the input, if it is needed, and what :meth:`parameter_grads` takes."""
-        split_sizes, _, *saved = ctx.saved_tensors
+        sizes, _, *saved = ctx.saved_tensors
         weights = cast("tuple[Tensor, ...]", ctx.parameters)[: len(self._weight_names)]
         dy = products.output_grad(as_rows(grad_output), saved)
-        groups = row_groups(split_sizes, dy, type(self).__name__)
+        groups = row_groups(sizes, dy, type(self).__name__)
         if not ctx.needs.input:
             return None, GroupedGrad(dy, groups)
         buffer = getattr(ctx, "grad_input", None)

@@ -66,8 +66,8 @@ class QuantizedGroupedLinear(FusedOperation):
     undefined. Those of MXFP8 and NVFP4 are read by the host, and multiplied group by group.
 
     Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
-    9.0, to which one scale of a tensor is broadcast; opfuser's for blocks of 128, E5M2, other
-    results and other GPUs; its quantisation of both layouts in one pass, which puts the padding
+    9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
+    with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation of both layouts in one pass, which puts the padding
     between groups. Weights stored as one spare them a copy.
 
     Args:
@@ -254,7 +254,8 @@ class _OnDevice(_QuantizedProducts):
         return "bf16" in modes and super().reads_sizes(x, out_features)
 
     def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
-        self.ends = group_ends(groups.lengths.to(x.device), x.shape[0])
+        ends = groups.ends
+        self.ends = group_ends(groups.sizes.to(x.device), x.shape[0]) if ends is None else ends
 
     def quantized(
         self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool

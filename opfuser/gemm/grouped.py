@@ -90,10 +90,10 @@ def _rows_by_matrices(
     if groups.ends is not None:
         stacked = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
         stacked = stacked.transpose(1, 2) if transpose else stacked
-        product = F.grouped_mm(rows.contiguous(), stacked, offs=groups.ends)
+        product = F.grouped_mm(rows.contiguous(), stacked, offs=groups.ends[0])
         return product if out is None else out.copy_(product)
     if groups.bounds is None:
-        y: Tensor = _mm_op(rows, list(weights), groups.lengths, transpose)
+        y: Tensor = _mm_op(rows, list(weights), groups.sizes, transpose)
         return y if out is None else out.copy_(y)
     matrices = [w.t() if transpose else w for w in weights]
     if out is None:
@@ -118,9 +118,9 @@ def grouped_wgrad(
     if groups.bounds is None:
         dw: Tensor
         if groups.ends is None:
-            dw = _wgrad_op(dy, x, groups.lengths)
+            dw = _wgrad_op(dy, x, groups.sizes)
         else:
-            dw = F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends)
+            dw = F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends[0])
         return dw if stacked else dw.unbind(0)
     if not stacked:
         return [torch.mm(dy[start:stop].t(), x[start:stop]) for start, stop in groups.bounds]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, counted, explain
+from ..kernels.groups import group_ends
 from ..tracing import stands_in, transforms_active
 
 __all__ = ["RowGroups", "groups_on_device", "groups_on_host", "row_groups"]
@@ -25,17 +26,21 @@ class RowGroups(NamedTuple):
 
     Attributes:
         bounds: start and end row of each group.
-        lengths: (G,) integer tensor of the numbers of rows.
-        ends: (G,) int32 tensor, on the device of the rows, if only the device knows the sizes.
+        sizes: (G,) integers, the numbers of rows; or :attr:`ends`, from which forward locates the
+            groups for all products of both passes.
     """
 
     bounds: tuple[tuple[int, int], ...] | None
-    lengths: Tensor
-    ends: Tensor | None
+    sizes: Tensor
+
+    @property
+    def ends(self) -> Tensor | None:
+        """Those of ``kernels.groups.group_ends``, (2, G), if only the device knows the sizes."""
+        return self.sizes if self.sizes.dim() == 2 else None
 
     def spread(self, table: Tensor, rows: int) -> Tensor:
         """(G, N) -> (T, N): for each row the entry of its group; past the last group, of that."""
-        ends = self.lengths.to(table.device).cumsum(0) if self.ends is None else self.ends
+        ends = self.sizes.to(table.device).cumsum(0) if self.ends is None else self.ends[0]
         numbers = torch.arange(rows, device=ends.device, dtype=ends.dtype)
         of_row = torch.searchsorted(ends, numbers, right=True).clamp_(max=ends.numel() - 1)
         return table.index_select(0, of_row)
@@ -43,9 +48,11 @@ class RowGroups(NamedTuple):
     def sum(self, x: Tensor) -> Tensor:
         """(T, N) -> (G, N): for each group the sum of its rows."""
         if self.ends is not None:
-            return torch.segment_reduce(x, "sum", lengths=self.lengths, axis=0, unsafe=True)
+            ends = self.ends[0].to(torch.int64)
+            lengths = ends.diff(prepend=ends.new_zeros(1))
+            return torch.segment_reduce(x, "sum", lengths=lengths, axis=0, unsafe=True)
         if self.bounds is None:
-            total: Tensor = _sum_op(x, self.lengths)
+            total: Tensor = _sum_op(x, self.sizes)
             return total
         return torch.stack([x[start:stop].sum(0) for start, stop in self.bounds])
 
@@ -54,11 +61,14 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     """Locates the groups that ``split_sizes`` cuts the rows of ``x`` into.
 
     Sizes on the host are checked. Sizes on a GPU stay there unchecked: see ``has_grouped_gemm``.
+    ``sizes`` of groups that were located before are taken as well.
 
     Raises:
         InputError: sizes on the host are negative, or do not add up to the rows of ``x``.
         NotSupportedError: under ``torch.vmap``.
     """
+    if split_sizes.dim() == 2:
+        return RowGroups(None, split_sizes)
     if transforms_active() and not stands_in(split_sizes):
         raise NotSupportedError(
             explain(
@@ -71,9 +81,9 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     # Without data torch's grouped GEMM takes bf16 alone.
     other = split_sizes.is_meta and x.dtype != torch.bfloat16
     if (split_sizes.is_cuda or split_sizes.is_meta) and not other:  # which counts as a GPU does
-        return groups_on_device(split_sizes)
+        return groups_on_device(split_sizes, x.shape[0])
     if other or stands_in(split_sizes):
-        return RowGroups(None, split_sizes, None)
+        return RowGroups(None, split_sizes)
     return groups_on_host(split_sizes, x, where)
 
 
@@ -98,13 +108,12 @@ def groups_on_host(split_sizes: Tensor, x: Tensor, where: str = "GroupedLinear")
             )
         )
     stops = list(accumulate(sizes))
-    return RowGroups(tuple(zip([0, *stops], stops)), split_sizes, None)
+    return RowGroups(tuple(zip([0, *stops], stops)), split_sizes)
 
 
-def groups_on_device(split_sizes: Tensor) -> RowGroups:
-    """The groups of rows, of which the host knows no more than their number."""
-    lengths = split_sizes.to(torch.int64)
-    return RowGroups(None, lengths, lengths.cumsum(0).to(torch.int32))
+def groups_on_device(split_sizes: Tensor, rows: int) -> RowGroups:
+    """The groups of so many rows, of which the host knows no more than their number."""
+    return RowGroups(None, group_ends(split_sizes, rows))
 
 
 @torch.library.custom_op(

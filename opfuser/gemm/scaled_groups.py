@@ -115,7 +115,7 @@ def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
             explain(
                 "The host reads the sizes of groups of rows that are quantised",
                 where="GroupedLinear",
-                received=f"split sizes on {groups.lengths.device.type}",
+                received=f"split sizes on {groups.sizes.device.type}",
                 remedy="Pass split sizes on the CPU",
             )
         )

@@ -129,7 +129,7 @@ def test_sizes_known_to_the_device_alone_give_the_same(sizes: list[int]) -> None
         torch.rand(24),
         torch.randn(3, 16),
     )
-    host, device = gemm.row_groups(lengths, x, ""), groups_on_device(lengths)
+    host, device = gemm.row_groups(lengths, x, ""), groups_on_device(lengths, 24)
     assert host.bounds is not None
     assert device.bounds is None
 
