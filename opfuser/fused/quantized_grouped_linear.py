@@ -67,8 +67,9 @@ class QuantizedGroupedLinear(FusedOperation):
 
     Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
     9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
-    with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation of both layouts in one pass, which puts the padding
-    between groups. Weights stored as one spare them a copy.
+    with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation
+    of both layouts in one pass, which puts the padding between groups. Weights stored as one spare
+    them a copy.
 
     Args:
         linear: the operation.
