@@ -101,8 +101,8 @@ def test_shares_follow_from_bytes_and_times(rehearsed: Path) -> None:
 
 def test_charts(rehearsed: Path) -> None:
     made = charts.make_charts(rehearsed)
-    names = "kernels", "blocks", "memory", "model", "host", "quantized", "quantized_memory"
-    assert [path.stem for path in made] == list(names)
+    names = "kernels blocks memory model host quantized quantized_memory experts".split()
+    assert [path.stem for path in made] == names
     assert all(path.read_bytes()[1:4] == b"PNG" for path in made)
 
 
