@@ -210,7 +210,7 @@ def near(ours: Tensor | None, exact: Tensor | None, what: str) -> None:
 
 @check
 def models_in_fp8(rank: int, ranks: int) -> None:
-    """Mixtures with recipes whose scales no other rows change, and a decoder; on two ranks alone."""
+    """Mixtures with recipes whose scales no other rows change, and a decoder; on two ranks."""
     if ranks > 2:
         return  # they compute as above, and emulation is slow
     warnings.filterwarnings("ignore", ".* is emulated")
