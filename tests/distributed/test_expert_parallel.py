@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -345,6 +347,41 @@ def the_correction_follows_the_tokens_of_all_ranks(rank: int, ranks: int) -> Non
 def impatient() -> dist.ProcessGroup:
     """All ranks; one that waits for the others in vain fails within a minute."""
     return dist.new_group(timeout=timedelta(minutes=1))
+
+
+@check
+def a_token_of_nan_on_one_rank(rank: int, ranks: int) -> None:
+    """It is that of one process: other tokens, and experts that it did not choose, see nothing."""
+    one = experts(MOE)
+    ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
+    xs = torch.randn(ranks, 9, D, dtype=torch.float64)
+    xs[ranks - 1, 4, 2] = math.nan
+    mine, x = xs[rank].clone().requires_grad_(), xs.clone().requires_grad_()
+    got, wanted = ours(mine), torch.stack([one(part) for part in x])
+    assert got.isnan().any(1).sum() == (rank == ranks - 1)
+    got.square().sum().backward()
+    wanted.square().sum().backward()
+    compared = [(got, wanted[rank]), (mine.grad, x.grad[rank])]
+    for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+        assert q.grad.isnan().any(), name
+        compared.append((average(p.grad) * ranks, q.grad))
+    down = one.get_parameter("down.weight").grad
+    assert down.isnan().flatten(1).any(1).sum() == K
+    for found, exact in compared:
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+@check
+def a_rank_that_fails_alone(rank: int, ranks: int) -> None:
+    """The others wait for it until the timeout of the group, and no longer."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    permute, dispatch = Permute(E, weighted=False), Dispatch(E, group, weighted=False)
+    indices, began = torch.full((3, K), E if rank == ranks - 1 else 0), time.monotonic()
+    with pytest.raises((InputError, RuntimeError)) as error:
+        rows, _, sizes = permute(torch.randn(3, D), indices)
+        dispatch(rows, sizes)
+    assert isinstance(error.value, InputError) == (rank == ranks - 1)
+    assert time.monotonic() - began < 60
 
 
 def call(op: Dispatch, rows: int = 4, features: int = D, **how: Any) -> Any:
