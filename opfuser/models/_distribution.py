@@ -97,7 +97,7 @@ def check_linear(op: Linear) -> None:
         refuse(op, "that is distributed already")
 
 
-def keep_recipe(new: BasicOperation, op: BasicOperation) -> None:
+def keep_recipe(new: BasicOperation | Linear, op: BasicOperation | Linear) -> None:
     """Gives an operation the recipe, and the scales, of the one that it takes the place of."""
     new.recipe = op.recipe
     state = op._modules.get("quantization")
