@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class Chart(NamedTuple):
     Attributes:
         every_size: else each case has its first one.
         contestants: empty for all.
-        cases: parts of the names of those that it shows.
+        cases: patterns of the names of those that it shows.
     """
 
     name: str
@@ -45,14 +46,14 @@ class Chart(NamedTuple):
     passes: tuple[str, ...] = ("forward", "backward", "step")
     every_size: bool = True
     contestants: tuple[str, ...] = ()
-    cases: tuple[str, ...] = ("",)
+    cases: tuple[str, ...] = ("*",)
 
     def shows(self, row: Row) -> bool:
         if row.get(self.key) is None or row["pass"] not in self.passes:
             return False
         if self.contestants and row["contestant"] not in self.contestants:
             return False
-        return any(name in row["case"] for name in self.cases)
+        return any(fnmatchcase(row["case"], pattern) for pattern in self.cases)
 
 
 QUANTIZED = Chart(
@@ -89,7 +90,22 @@ CHARTS = (
         key="saved_bytes",
         label="MB saved for backward",
         factor=1e-6,
-        cases=("block", "layer"),
+        cases=("*block", "*layer"),
+    ),
+    Chart(
+        "experts",
+        "experts",
+        "tflops",
+        "TFLOP/s of a step, of the experts' GEMMs",
+        passes=("step",),
+        contestants=(
+            "torch",
+            "opfuser",
+            *(f"opfuser, {recipe}" for recipe in ("delayed, E4M3", "delayed", "rows", "block")),
+            "GEMMs alone",
+            "GEMMs alone, FP8 rows",
+        ),
+        cases=("experts*",),
     ),
     Chart("distributed", "distributed", "median_us", "ms of a step", 1e-3),
     Chart("distributed_memory", "distributed", "peak_bytes", "GiB of a GPU at the peak", 2**-30),
@@ -130,7 +146,7 @@ def draw(groups: Bars, chart: Chart, machine: dict[str, Any]) -> Figure:
             label = name if name not in seen else None
             seen.add(name)
             bar = axes.barh(place, value, color=colors[name], label=label, height=0.9)
-            axes.bar_label(bar, fmt="%.3g", fontsize=6, padding=2)
+            axes.bar_label(bar, [f"{value:.{3 if value < 1000 else 4}g}"], fontsize=6, padding=2)
             place += 1
         place += 1
     axes.set_yticks(ticks, list(groups), fontsize=7)

@@ -8,9 +8,11 @@ them.
 from __future__ import annotations
 
 import math
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -114,12 +116,57 @@ def attempt(call: Call) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {lines[0]}"[:400]
 
 
+class _TookTooLong(BaseException):
+    """No ``Exception``, which a library might take for a variant that does not compile."""
+
+
+class TimeLeft:
+    """Seconds that a contestant may take in all its calls, so that a slow one costs no other one.
+
+    In the main thread a call is interrupted where it runs Python, as tuning and compiling do. One
+    of compiled code, or in another thread, ends by itself, and counts as a failure then.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = self.left = seconds
+
+    def attempt(self, call: Call) -> tuple[Any, str | None]:
+        """As ``attempt``; once no time is left, every call fails and says so."""
+        began = time.monotonic()
+        result = self._within_time(call) if self.left > 0 else None
+        self.left -= time.monotonic() - began
+        if self.left <= 0 or result is None:
+            return None, f"took longer than {self.seconds:g} s"
+        return result
+
+    def _within_time(self, call: Call) -> tuple[Any, str | None] | None:
+        if self.left == math.inf or threading.current_thread() is not threading.main_thread():
+            return attempt(call)
+
+        def interrupt(number: int, frame: object) -> None:
+            raise _TookTooLong
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self.left)
+            try:
+                return attempt(call)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except _TookTooLong:
+            return None
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+
 def alternate(
-    samplers: dict[str, Callable[[], float]], seconds: float
+    samplers: dict[str, Callable[[], float]],
+    seconds: float,
+    left: Mapping[str, TimeLeft] = {},
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The samples of each contestant, one per round, and the errors of those that failed.
 
-    Rounds continue for about ``seconds``.
+    Rounds continue for about ``seconds``. ``left`` is the time of those that have a limit.
     """
     times: dict[str, list[float]] = {name: [] for name in samplers}
     failures: dict[str, str] = {}
@@ -132,7 +179,7 @@ def alternate(
         for name, sample in samplers.items():
             if name in failures:
                 continue
-            taken, error = attempt(sample)
+            taken, error = left[name].attempt(sample) if name in left else attempt(sample)
             if error is not None:
                 failures[name] = error
             elif n >= WARM_UP:

@@ -53,26 +53,24 @@ def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
     return math.nan if any(map(math.isnan, ratios)) else max(ratios)
 
 
-def checked(
-    problem: Problem, functions: Mapping[str, Function], options: Options
-) -> tuple[dict[str, Row], dict[str, str]]:
-    """Memory of the contestants that agree with the reference, and errors of the others."""
+def checker(problem: Problem, reference: Function, options: Options) -> Callable[[Function], Row]:
+    """Measures the memory of a contestant that agrees with the reference; else it raises."""
     inputs = problem.draw()
     tolerance = problem.tolerance or TOLERANCE[options.dtype]
-    reference = ready(problem, functions[REFERENCE], STEP, inputs)()
-    wanted = [t.detach().clone() for t in problem.observe(reference)]
+    results = ready(problem, reference, STEP, inputs)()
+    wanted = [t.detach().clone() for t in problem.observe(results)]
     if problem.exact is not None:
         plain, wanted = wanted, problem.observe(problem.exact(inputs))
         tolerance = max(tolerance, 2 * distance(plain, wanted))
         del plain
-    del reference
-    memory: dict[str, Row] = {}
-    failures: dict[str, str] = {}
+    del results
 
     def check(function: Function) -> Row:
         before = reserved(options.device)
         step = ready(problem, function, STEP, inputs)
-        error = distance(problem.observe([t.detach() for t in step()]), wanted)
+        # What tunes itself in backward can be interrupted in this thread alone.
+        with torch.autograd.set_multithreading_enabled(False):
+            error = distance(problem.observe([t.detach() for t in step()]), wanted)
         if not error <= tolerance:
             raise AssertionError(f"the result is off by {error:.2g}, {tolerance:.2g} is allowed")
         args = leaves(problem, inputs)
@@ -91,16 +89,7 @@ def checked(
             **(function.figures() if isinstance(function, Within) else {}),
         }
 
-    for name, function in functions.items():
-        if name in COMPILED.values() and options.out_of_time():
-            failures[name] = "not run: no time was left"
-            continue
-        own, error = timing.attempt(lambda function=function: check(function))
-        if error is None:
-            memory[name] = own
-        else:
-            failures[name] = error
-    return memory, failures
+    return check
 
 
 class Rotation:
@@ -148,7 +137,11 @@ def sampler(
 
 
 def timed(
-    problem: Problem, functions: Mapping[str, Function], passed: str, options: Options
+    problem: Problem,
+    functions: Mapping[str, Function],
+    passed: str,
+    options: Options,
+    left: Mapping[str, timing.TimeLeft],
 ) -> tuple[dict[str, timing.Spread], dict[str, str]]:
     rotation = Rotation(problem, options)
     timer: Any = timing.DeviceTimer(options.device)
@@ -157,7 +150,7 @@ def timed(
     samplers: dict[str, Callable[[], float]] = {}
     failures: dict[str, str] = {}
     for name, function in functions.items():
-        made, error = timing.attempt(
+        made, error = left[name].attempt(
             lambda f=function: sampler(
                 problem,
                 lambda inputs: ready(problem, f, passed, inputs),
@@ -179,37 +172,62 @@ def timed(
         samplers[problem.floor_name] = sampler(
             problem, lambda inputs: floor(*inputs.args), rotation, timer
         )
-    times, more = timing.alternate(samplers, options.seconds)
+    times, more = timing.alternate(samplers, options.seconds, left)
     return {name: timing.spread(own) for name, own in times.items()}, {**failures, **more}
 
 
-def contest(problem: Problem, options: Options, modes: tuple[str, ...]) -> list[Row]:
-    """One row per pass and contestant."""
-    functions = {**problem.functions, **compiled(problem, modes)}
+def contest(
+    problem: Problem, options: Options, modes: tuple[str, ...], slow: Mapping[str, str] = {}
+) -> Iterator[Row]:
+    """One row per pass and contestant, as they are measured.
+
+    ``slow`` has contestants that are left out, with the reason.
+    """
+    functions = {
+        name: function
+        for name, function in {**problem.functions, **compiled(problem, modes)}.items()
+        if name == REFERENCE or not any(text in name for text in options.without)
+    }
     missing = {name: f.reason for name, f in functions.items() if isinstance(f, Missing)}
-    functions = {name: f for name, f in functions.items() if name not in missing}
-    memory, failures = checked(problem, functions, options)
-    functions = {name: function for name, function in functions.items() if name in memory}
     left_out = {name: f"not run: {reason}" for name, reason in problem.left_out.items()}
     left_out |= missing
-    rows: list[Row] = []
+    left_out |= {name: slow[name] for name in slow if name in functions and name != REFERENCE}
+    for name, text in left_out.items():
+        yield from failures(problem, name, text)
+    functions = {name: f for name, f in functions.items() if name not in left_out}
+    left = {name: timing.TimeLeft(options.limit) for name in functions}
+    check = checker(problem, functions[REFERENCE], options)
+    memory: dict[str, Row] = {}
+    for name, function in functions.items():
+        if name in COMPILED.values() and options.out_of_time():
+            yield from failures(problem, name, "not run: no time was left")
+            continue
+        own, error = left[name].attempt(lambda function=function: check(function))
+        if error is None:
+            memory[name] = own
+        else:
+            yield from failures(problem, name, error)
     for passed in problem.traffic:
         # What captures CUDA graphs by itself has no place inside one.
         takes_part = {
             name: function
             for name, function in functions.items()
-            if passed != STEP_AS_GRAPH or not isinstance(function, Within)
+            if name in memory and (passed != STEP_AS_GRAPH or not isinstance(function, Within))
         }
         # After an illegal memory access no call succeeds: whose it was has to be told all the same.
         result, error = timing.attempt(
-            lambda own=takes_part, passed=passed: timed(problem, own, passed, options)
+            lambda own=takes_part, passed=passed: timed(problem, own, passed, options, left)
         )
         times, more = result or ({}, dict.fromkeys(takes_part, error))
-        for name, text in {**left_out, **failures, **more}.items():
-            rows.append({"pass": passed, "contestant": name, "failure": text})
+        for name, text in more.items():
+            yield {"pass": passed, "contestant": name, "failure": text}
         for name in times:
-            rows.append({**figures(problem, passed, name, times), **memory.get(name, {})})
-    return rows
+            yield {**figures(problem, passed, name, times), **memory.get(name, {})}
+
+
+def failures(problem: Problem, name: str, text: str) -> Iterator[Row]:
+    for passed in problem.traffic:
+        yield {"pass": passed, "contestant": name, "failure": text}
 
 
 def figures(problem: Problem, passed: str, name: str, times: dict[str, timing.Spread]) -> Row:
@@ -233,22 +251,43 @@ def figures(problem: Problem, passed: str, name: str, times: dict[str, timing.Sp
 
 
 def solve(case: Case, options: Options, modes: tuple[str, ...]) -> Iterator[Row]:
-    """The rows of a case; a size that fails entirely, or has no time left, is one row."""
+    """The rows of a case as they are measured; a size that fails, or has no time left, is one row.
+
+    Who took too long for one size is not tried with the next.
+    """
+    slow: dict[str, str] = {}
     for size, with_compile in case.chosen(options) if options.only in case.name else ():
         label: Row = {"case": case.name, "size": dict(size), "dtype": str(options.dtype)[6:]}
         if options.out_of_time():
             yield {**label, "pass": "", "contestant": "", "failure": "not run: no time was left"}
             continue
         torch.manual_seed(0)
-        rows, failure = timing.attempt(
-            lambda size=size, use=modes if with_compile else (): contest(
-                case.make(options, **size), options, use
-            )
-        )
-        if failure is not None:
-            rows = [{"pass": "", "contestant": "", "failure": failure}]
-        for row in rows:
+        for row in attempted(case, size, options, modes if with_compile else (), dict(slow)):
+            if str(row.get("failure", "")).startswith("took longer"):
+                slow[row["contestant"]] = f"not run: {row['failure']} with another size"
             yield {**label, **row}
         if options.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def attempted(
+    case: Case,
+    size: Mapping[str, int],
+    options: Options,
+    modes: tuple[str, ...],
+    slow: Mapping[str, str],
+) -> Iterator[Row]:
+    """The rows of one size, and one of the error that ends them."""
+
+    def measured() -> Iterator[Row]:
+        yield from contest(case.make(options, **size), options, modes, slow)
+
+    rows = measured()
+    while True:
+        row, failure = timing.attempt(lambda: next(rows, None))
+        if failure is not None:
+            row = {"pass": "", "contestant": "", "failure": failure}
+        if row is None:  # also behind an error
+            return
+        yield row

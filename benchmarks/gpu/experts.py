@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ from benchmarks.gpu.problem import (
     Case,
     Function,
     Inputs,
+    Missing,
     Options,
     Problem,
     Row,
@@ -60,6 +62,10 @@ TINY: Size = {"dim": 128, "ffn": 128, "count": 4, "top_k": 2, "tokens": 24}
 ALONE = "GEMMs alone"
 ROUTINGS = "balanced", "skewed", "one"
 LEADS = 8.0
+# Liger's kernels try 240 variants for each width unless this is "0" when it is imported. With 7168
+# features, Triton takes 40 s for some of them; with 2048, 1 to 3 s.
+TUNING = "LIGER_FUSED_MOE_AUTOTUNE"
+NAME_OF_LIGER = peers.LIGER + ("" if os.environ.setdefault(TUNING, "0") != "0" else ", not tuned")
 
 
 def by_hand(router: Tensor, gate_up: Tensor, down: Tensor, x: Tensor, top_k: int) -> Tensor:
@@ -98,7 +104,7 @@ def transformers_block(source: Any, size: Size, way: str) -> Function:
 
 
 def liger_layer(source: Any, size: Size) -> Function:
-    """Liger's fused experts behind a router of torch's; LIGER_FUSED_MOE_AUTOTUNE is theirs."""
+    """Liger's fused experts behind a router of torch's."""
     apply = peers.liger("FusedMoE")
 
     def layer(x: Tensor) -> Tensor:
@@ -142,11 +148,14 @@ def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int
         return Inputs((x,), (dy,))
 
     def within(function: Function) -> Function:
+        if not block or isinstance(function, Missing):
+            return function
+
         def in_block(x: Tensor) -> Tensor:
             y: Tensor = x + function(F.rms_norm(x, (dim,), source.norm, 1e-5))
             return y
 
-        return in_block if block else function
+        return in_block
 
     def ours() -> nn.Module:
         config = MoEConfig(
@@ -167,8 +176,8 @@ def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int
             for way in ("eager", "grouped_mm"):
                 built = functools.partial(transformers_block, source, size, way)
                 functions[f"transformers, {way}"] = within(peers.late(built))
-        liger = peers.peer(peers.LIGER, lambda: liger_layer(source, size))
-        functions.update({name: within(function) for name, function in liger.items()})
+        for function in peers.peer(peers.LIGER, lambda: liger_layer(source, size)).values():
+            functions[NAME_OF_LIGER] = within(function)
     return Problem(
         draw,
         functions,

@@ -36,6 +36,8 @@ class Options:
         modes: of torch.compile, those in ``COMPILED``; None is each part's default.
         deadline: in ``time.monotonic()``, after which no new problem begins.
         only: a substring of the names of the cases to run.
+        limit: seconds that a contestant may take for a size, to be checked and timed.
+        without: substrings of the names of contestants that are left out.
     """
 
     device: torch.device
@@ -45,6 +47,8 @@ class Options:
     modes: tuple[str, ...] | None = None
     deadline: float = float("inf")
     only: str = ""
+    limit: float = float("inf")
+    without: tuple[str, ...] = ()
 
     @property
     def tiny(self) -> bool:

@@ -3,7 +3,8 @@
 Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``experts``, ``model``, ``hugging_face``,
 ``hugging_face_layers``, ``small``, ``replay``, ``host``. Each writes ``<part>.json`` into the
 output folder row by row, so that an interrupted run keeps its rows. A failure is a row with the
-text of its error. torch.compile takes part only in the sizes that a case names, one or a few, since
+text of its error, and so is a contestant that takes longer than its limit, as some tune or compile
+for minutes. torch.compile takes part only in the sizes that a case names, one or a few, since
 it compiles for each of them.
 ``--device cpu`` rehearses with tiny sizes: its figures mean nothing. Nothing is replayed but where
 the name of a contestant says so; mode "auto", the default, is that of the part ``replay``.
@@ -57,6 +58,8 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
 }
 BUDGETS = {"small": 225.0, "replay": 200.0}  # seconds, of the parts that do not have BUDGET
 BUDGET = 540.0
+LIMITS = {"experts": 60.0}  # seconds, of a contestant of the parts that do not have LIMIT
+LIMIT = 180.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -81,6 +84,8 @@ def main(argv: list[str] | None = None) -> None:
                 () if args.no_compile else args.modes and tuple(args.modes),
                 time.monotonic() + (args.budget or BUDGETS.get(part, BUDGET)),
                 args.case,
+                args.limit or LIMITS.get(part, LIMIT),
+                tuple(args.without),
             )
             documents.append(run(part, options, args.out, measured_on))
     for document in documents:
@@ -100,6 +105,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--budget",
         type=float,
         help="seconds per part; nothing is begun afterwards",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        help="seconds of a contestant for one size, to be checked and timed; more is a failure",
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="parts of the names of contestants that are left out",
     )
     parser.add_argument("--modes", nargs="+", choices=COMPILED, help="of torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")

@@ -32,8 +32,8 @@ class Permute(BasicOperation):
     weight of each row, ``(T k,)``, with a gradient, as :class:`ScaledSwiGLU` takes it. Rows have
     the dtype of x, their weights that of the weights; either may be any.
 
-    Saves the row map. No sum is atomic: results are bitwise reproducible. Nothing waits for the
-    device: an index that is no expert's fails there.
+    Saves the row map. No sum is atomic: results are bitwise reproducible. Nothing waits for a
+    GPU: an index that is no expert's fails there.
 
     On a GPU: two launches for the row map, with the number of rows, one for rows and their weights,
     and one for both gradients.
@@ -46,7 +46,8 @@ class Permute(BasicOperation):
 
     Raises:
         ArgumentError: ``num_experts`` is below one.
-        InputError: in forward, if shapes do not go together or the indices are not int32 or int64.
+        InputError: in forward, if shapes do not go together or the indices are not int32 or int64;
+            on a CPU also if one is no expert's.
         OpKwargsError: in forward, if it is given keywords.
     """
 

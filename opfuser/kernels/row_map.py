@@ -66,8 +66,8 @@ def _launch_sort(indices: Tensor, experts: int) -> RowMap:
 @seen_whole(reads=True)  # who notes calls would take a function without results for a question
 def _assert_all_experts(valid: Tensor, experts: int) -> None:
     """Fails on the device, without waiting for it, if an index was no expert's."""
-    invariant = f"The experts' indices must be from 0 to {experts - 1}"
-    torch.ops.aten._assert_async.msg(valid, explain(invariant, where="Permute"))
+    text = explain(plain.must_be_experts(experts), where="Permute")
+    torch.ops.aten._assert_async.msg(valid, text)
 
 
 @functools.lru_cache

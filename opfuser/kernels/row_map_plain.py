@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import InputError, explain
+
 __all__ = [
     "RowMap",
     "counts",
     "inverse",
+    "must_be_experts",
     "picked",
     "row_copies",
     "row_sums",
@@ -63,8 +66,19 @@ def inverse(permutation: Tensor) -> Tensor:
 
 def sort(indices: Tensor, num_experts: int) -> RowMap:
     """The rows of tokens with experts ``indices``, (..., k), by expert; the sort is stable."""
+    try:
+        sizes = counts(indices, num_experts).long()
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise InputError(explain(must_be_experts(num_experts), where="Permute")) from error
     order = indices.reshape(-1).argsort(stable=True)
-    return RowMap(inverse(order).view(indices.shape), counts(indices, num_experts).long())
+    return RowMap(inverse(order).view(indices.shape), sizes)
+
+
+def must_be_experts(number: int) -> str:
+    """The invariant of indices."""
+    return f"The experts' indices must be from 0 to {number - 1}"
 
 
 def tokens(order: Tensor, k: int) -> Tensor:

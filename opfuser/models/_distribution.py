@@ -14,8 +14,9 @@ from torch.distributed.tensor.placement_types import Placement
 from opfuser import Linear
 from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import NotSupportedError, explain
+from opfuser.op import BasicOperation
 
-__all__ = ["Over", "check_linear", "refuse", "replicate"]
+__all__ = ["Over", "check_linear", "keep_recipe", "refuse", "replicate"]
 
 _SEQUENCE = 1  # of (batch, sequence, features)
 
@@ -94,6 +95,14 @@ def check_linear(op: Linear) -> None:
         refuse(op, "with accumulate_into_main_grad")
     if any(part.communicates for part in op.basic_ops):
         refuse(op, "that is distributed already")
+
+
+def keep_recipe(new: BasicOperation | Linear, op: BasicOperation | Linear) -> None:
+    """Gives an operation the recipe, and the scales, of the one that it takes the place of."""
+    new.recipe = op.recipe
+    state = op._modules.get("quantization")
+    if state is not None:
+        new.add_module("quantization", state)
 
 
 def replicate(op: nn.Module, over: Over, how: LocalPart) -> None:

@@ -33,7 +33,7 @@ from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError, explain
 from opfuser.op import BasicOperation
 
-from ._distribution import Over, check_linear, refuse, replicate
+from ._distribution import Over, check_linear, keep_recipe, refuse, replicate
 
 Change = Callable[[], Any]
 
@@ -151,7 +151,7 @@ def _divide_groups(
     for key, p in found.items():
         new.register_parameter(key, over.distributed(p, Shard(0)))
     use_locally(new, **dict.fromkeys(found, how))
-    new.recipe = op.recipe
+    keep_recipe(new, op)
     _bind(new, op._extra_input_channels)
     setattr(block, name, new)
 

@@ -44,7 +44,7 @@ from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError, counted, explain
 
-from ._distribution import Over, check_linear, refuse, replicate
+from ._distribution import Over, check_linear, keep_recipe, refuse, replicate
 from ._expert_parallel import check_agreement, distribute_experts, has_experts, share_all_else
 from .embedding_scale import EmbeddingScale
 
@@ -248,7 +248,8 @@ def _check_divides(op: Any, name: str, over: Over) -> None:
 def _replace(block: Sequential, name: str, op: Any, make: Any, over: Over) -> None:
     new = make(op, over).train(op.training)
     if isinstance(op, Linear):
-        new.recipe, new.accumulate_into_grad = op.recipe, op.accumulate_into_grad
+        keep_recipe(new, op)
+        new.accumulate_into_grad = op.accumulate_into_grad
     setattr(block, name, new)
 
 

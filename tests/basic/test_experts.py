@@ -441,9 +441,11 @@ def test_unpermute_says_what_it_cannot_take(case: str) -> None:
         Unpermute(weighted=True)(*inputs)
 
 
-def test_an_index_that_is_no_experts_fails() -> None:
-    with pytest.raises(RuntimeError, match="index 4 is out of bounds"):
-        Permute(4, weighted=False)(torch.randn(2, 3), torch.tensor([[0], [4]]))
+@pytest.mark.parametrize("index", [-1, 4, 2**31])
+def test_an_index_that_is_no_experts_fails(index: int) -> None:
+    text = r"^The experts' indices must be from 0 to 3 \(Permute\)\."
+    with pytest.raises(InputError, match=text):
+        Permute(4, weighted=False)(torch.randn(2, 3), torch.tensor([[0], [index]]))
 
 
 def test_experts_that_are_too_few() -> None:

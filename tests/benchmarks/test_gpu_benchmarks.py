@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +104,8 @@ def test_shares_follow_from_bytes_and_times(rehearsed: Path) -> None:
 
 def test_charts(rehearsed: Path) -> None:
     made = charts.make_charts(rehearsed)
-    names = "kernels", "blocks", "memory", "model", "host", "quantized", "quantized_memory"
-    assert [path.stem for path in made] == list(names)
+    names = "kernels blocks memory model host quantized quantized_memory experts".split()
+    assert [path.stem for path in made] == names
     assert all(path.read_bytes()[1:4] == b"PNG" for path in made)
 
 
@@ -252,7 +255,7 @@ def test_wrong_and_failing_contestants_are_reported_and_left_out() -> None:
             "failing": failing,
         }
     )
-    rows = contest(problem, CPU, ())
+    rows = list(contest(problem, CPU, ()))
     failures = {row["contestant"]: row["failure"] for row in rows if "failure" in row}
     assert set(failures) == set(problem.functions) - {"right", "torch"}
     assert "off by 0.05" in failures["wrong value"]
@@ -290,14 +293,14 @@ def test_a_context_is_around_both_passes() -> None:
     problem.functions["two"] = function  # type: ignore[index]
     for passed in ("step", "backward"):
         problem.traffic[passed] = None  # type: ignore[index]
-    rows = contest(problem, CPU, ())
+    rows = list(contest(problem, CPU, ()))
     assert set(seen) == {"forward True", "backward True"}
     own = [row for row in rows if row["contestant"] == "two"]
     assert [row["captured_bytes"] for row in own] == [5, 5]
 
 
 def test_contestants_that_are_left_out_are_rows() -> None:
-    rows = contest(double({}, left_out={"other": "it is not there"}), CPU, ())
+    rows = list(contest(double({}, left_out={"other": "it is not there"}), CPU, ()))
     assert [row["failure"] for row in rows if row["contestant"] == "other"] == [
         "not run: it is not there"
     ]
@@ -306,9 +309,102 @@ def test_contestants_that_are_left_out_are_rows() -> None:
 def test_nothing_is_compiled_when_no_time_is_left() -> None:
     late = Options(CPU.device, CPU.dtype, seconds=0.0, deadline=0.0)
     problem = double({"opfuser": lambda x, w: 2 * w * x})
-    rows = contest(problem, late, tuple(COMPILED))
+    rows = list(contest(problem, late, tuple(COMPILED)))
     failures = {row["contestant"]: row["failure"] for row in rows if "failure" in row}
     assert failures == dict.fromkeys(COMPILED.values(), "not run: no time was left")
+
+
+class Slow(torch.autograd.Function):
+    """Twice the argument; its backward takes a minute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        time.sleep(60)
+        return 2 * dy
+
+
+def slow(x: Tensor, w: Tensor) -> Tensor:
+    """As a library that takes what fails for a variant that does not compile."""
+    with suppress(Exception):
+        time.sleep(60)
+    return 2 * w * x
+
+
+def test_one_that_takes_too_long_costs_its_own_rows_alone() -> None:
+    def slow_later(x: Tensor, w: Tensor) -> Tensor:
+        time.sleep(0.3)
+        return 2 * w * x
+
+    functions = {
+        "slow": slow,
+        "slow in backward": lambda x, w: Slow.apply(w * x),
+        "slow in each call": slow_later,
+        "quick": lambda x, w: 2 * w * x,
+    }
+    limited = dataclasses.replace(CPU, limit=1.5)
+    handler, began = signal.getsignal(signal.SIGALRM), time.monotonic()
+    rows = list(contest(double(functions), limited, ()))
+    assert time.monotonic() - began < 30
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    failed = {row["contestant"]: row["failure"] for row in rows if "failure" in row}
+    assert failed == dict.fromkeys(list(functions)[:3], "took longer than 1.5 s")
+    timed = {row["contestant"] for row in rows if "median_us" in row}
+    assert timed == {"quick", "torch", "copy of as many bytes"}
+
+
+def test_who_took_too_long_is_not_tried_with_the_next_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = tuple({"n": n} for n in (1, 2))
+    case = Case("case", lambda options, n: double({"slow": slow}), sizes, {}, ())
+    monkeypatch.setattr(Options, "tiny", False)  # in a rehearsal there is one size
+    limited = dataclasses.replace(CPU, limit=0.3)
+    rows = [row for row in solve(case, limited, ()) if row["contestant"] == "slow"]
+    assert [row["failure"] for row in rows] == [
+        "took longer than 0.3 s",
+        "not run: took longer than 0.3 s with another size",
+    ]
+
+
+def test_time_is_noticed_afterwards_where_nothing_interrupts() -> None:
+    """As in another thread, where no signal arrives."""
+    left, told = timing.TimeLeft(0.05), []
+    thread = threading.Thread(target=lambda: told.append(left.attempt(lambda: time.sleep(0.1))))
+    thread.start()
+    thread.join()
+    assert told == [(None, "took longer than 0.05 s")]
+    assert left.attempt(lambda: 1) == (None, "took longer than 0.05 s")
+    assert timing.TimeLeft().attempt(lambda: 1) == (1, None)
+
+
+def test_rows_come_as_they_are_measured() -> None:
+    seen: list[str] = []
+
+    def noted(x: Tensor, w: Tensor) -> Tensor:
+        seen.append("call")
+        return 2 * w * x
+
+    problem = double({"opfuser": noted})
+    problem.traffic["forward"] = None  # type: ignore[index]
+    rows = contest(problem, CPU, ())
+    first = next(rows)
+    assert (first["pass"], "median_us" in first) == ("step", True)
+    calls = len(seen)
+    assert {row["pass"] for row in rows} == {"step", "forward"}
+    assert len(seen) > calls
+
+
+def test_contestants_are_left_out_by_parts_of_their_names() -> None:
+    functions = {name: (lambda x, w: 2 * w * x) for name in ("opfuser", "opfuser, block", "Liger")}
+    chosen = dataclasses.replace(CPU, without=("block", "Lig", "torch"))
+    rows = contest(double(functions), chosen, ())
+    names = {row["contestant"] for row in rows}
+    assert names == {"opfuser", "torch", "copy of as many bytes"}
 
 
 def test_results_are_compared_with_higher_precision_where_a_problem_has_it() -> None:
@@ -319,7 +415,7 @@ def test_results_are_compared_with_higher_precision_where_a_problem_has_it() -> 
 
     off = {f"{factor}": (lambda x, w, f=factor: f * w * x) for factor in (2.1, 1.95, 1.89)}
     problem = double(off, exact=exact)
-    rows = contest(problem, CPU, ())
+    rows = list(contest(problem, CPU, ()))
     failed = {row["contestant"] for row in rows if "failure" in row}
     assert failed == {"1.89"}  # torch is off by 0.1 of 2.1, the others by 0, 0.15 and 0.21
 
@@ -392,7 +488,7 @@ def test_who_has_failed_is_told_where_nothing_runs_afterwards() -> None:
             raise RuntimeError("the device is lost")
         return problem.draw()
 
-    rows = contest(dataclasses.replace(problem, draw=draw), CPU, ())
+    rows = list(contest(dataclasses.replace(problem, draw=draw), CPU, ()))
     assert {row["contestant"]: row["failure"] for row in rows} == {
         "breaking": "RuntimeError: an illegal memory access",
         "torch": "RuntimeError: the device is lost",
@@ -420,7 +516,7 @@ def test_arguments_that_are_written_over_are_fresh_each_time() -> None:
         x.detach().zero_()
         return y
 
-    contest(double({"spoils": spoils}, fresh=True), CPU, ())
+    list(contest(double({"spoils": spoils}, fresh=True), CPU, ()))
     assert seen
     assert all(x.any() for x in seen)
 
@@ -436,7 +532,7 @@ def test_inputs_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_step_may_end_with_an_optimizer() -> None:
     ends: list[int] = []
     problem = double({}, after=lambda gradients: ends.append(len(gradients)))
-    rows = contest(problem, CPU, ())
+    rows = list(contest(problem, CPU, ()))
     assert not [row for row in rows if "failure" in row]
     assert len(ends) >= timing.FEWEST_ROUNDS
     assert set(ends) == {1}

@@ -110,7 +110,7 @@ def test_quack_computes_what_torch_does_in_float64(name: str, on_a_gpu: pytest.M
     problem: Problem = PROBLEMS[name]()
     assert problem.exact is not None
     on_a_gpu.setattr(torch.cuda, "is_available", lambda: False)  # as the harness runs on a CPU
-    found = contest(problem, CPU, ())
+    found = list(contest(problem, CPU, ()))
     rows = [row for row in found if row["contestant"] == peers.QUACK]
     assert rows
     for row in rows:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -25,10 +27,18 @@ from opfuser import (
     Sequential,
     TopKRouter,
     Unpermute,
+    autocast,
 )
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, MoEConfig, decoder_lm, experts
 from opfuser.models.parallel import parallelize
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -70,7 +80,9 @@ def close(ours: Tensor | None, exact: Tensor | None, what: str = "") -> None:
     torch.testing.assert_close(ours.detach(), exact.detach(), rtol=0, atol=bound * scale, msg=what)
 
 
-def by_hand(ranks: int, dtype: torch.dtype) -> tuple[Sequential, Sequential]:
+def by_hand(
+    ranks: int, dtype: torch.dtype, dim: int = D, ffn: int = F
+) -> tuple[Sequential, Sequential]:
     """Experts of this rank, and all of them, with the same weights and without a router."""
     torch.manual_seed(3)
 
@@ -81,7 +93,8 @@ def by_hand(ranks: int, dtype: torch.dtype) -> tuple[Sequential, Sequential]:
         permute, unpermute, act = Permute(E), Unpermute(), ScaledSwiGLU()
         how: dict[str, Any] = {"dtype": dtype, "single_grouped_weight": True}
         how["single_grouped_bias"] = True
-        up, down = GroupedLinear(number, D, 2 * F, **how), GroupedLinear(number, F, D, **how)
+        up = GroupedLinear(number, dim, 2 * ffn, **how)
+        down = GroupedLinear(number, ffn, dim, **how)
         for n, channel in enumerate((row_map, sizes, weights)):
             permute.set_extra_output_channel(n, channel, output_to_caller=False)
         unpermute.set_extra_input_channel(0, row_map)
@@ -122,6 +135,15 @@ def routing(name: str, ranks: int) -> list[Tensor]:
     return found
 
 
+WIDE = 128  # a block of scales
+# Steps until the scales are those of all ranks: the first ones are of the own values of a rank, and
+# what the second GEMM then takes has other largest values.
+FP8: dict[Recipe, int] = {
+    Float8RowwiseScaling(): 1,
+    Float8BlockScaling(): 1,
+    MXFP8BlockScaling(): 1,
+    DelayedScaling(amax_history_len=1): 3,
+}
 ROUTINGS = "any", "uneven", "tokens of one rank", "one expert", "experts of one rank", "no tokens"
 
 
@@ -146,6 +168,100 @@ def as_all_experts_on_one_rank(rank: int, ranks: int) -> None:
             close(w.grad, w_all.grad.split(rows)[rank], name)
             for p, q in zip(ours.parameters(), one.parameters(), strict=True):
                 close(p.grad, q.grad.chunk(ranks)[rank], name)
+
+
+@check
+def in_fp8(rank: int, ranks: int) -> None:
+    """Scales of rows and of blocks are those of one process, and kept ones where ranks agree."""
+    warnings.filterwarnings("ignore", ".* is emulated")
+    for recipe, steps in FP8.items():
+        group = dist.group.WORLD if steps > 1 else None
+        for name in ROUTINGS if ranks == 2 else ["experts of one rank"]:
+            ours, one = by_hand(ranks, torch.float32, WIDE, WIDE)
+            indices = routing(name, ranks)
+            rows = [len(i) for i in indices]
+            for step in range(steps):
+                xs = [torch.randn(n, WIDE) * 3.0 ** (r + step) for r, n in enumerate(rows)]
+                ws, dys = [torch.rand(i.shape) for i in indices], [torch.randn_like(x) for x in xs]
+                x, w = (t.clone().requires_grad_() for t in (xs[rank], ws[rank]))
+                x_all, w_all = (torch.cat(t).requires_grad_() for t in (xs, ws))
+                for model in (ours, one):
+                    model.zero_grad()
+                with autocast(recipe=recipe, amax_reduction_group=group):
+                    y = ours(x, indices[rank], w)
+                y.backward(dys[rank])
+                with autocast(recipe=recipe):
+                    exact = one(x_all, torch.cat(indices), w_all)
+                exact.backward(torch.cat(dys))
+            what = f"{type(recipe).__name__}, {name}"
+            assert [len(m.last_plan.quantized) for m in (ours, one)] == [2, 2], what
+            close(y, exact.split(rows)[rank], what)
+            close(x.grad, x_all.grad.split(rows)[rank], what)
+            close(w.grad, w_all.grad.split(rows)[rank], what)
+            for p, q in zip(ours.parameters(), one.parameters(), strict=True):
+                close(p.grad, q.grad.chunk(ranks)[rank], what)
+
+
+def near(ours: Tensor | None, exact: Tensor | None, what: str) -> None:
+    """But for single codes of FP8 that other roundings in fp32 before them have changed."""
+    assert ours is not None, what
+    assert exact is not None, what
+    distance = (ours - exact).norm() / exact.norm()
+    assert distance < 2e-3, f"{what}: {distance}"
+
+
+@check
+def models_in_fp8(rank: int, ranks: int) -> None:
+    """Mixtures with recipes whose scales no other rows change, and a decoder; on two ranks."""
+    if ranks > 2:
+        return  # they compute as above, and emulation is slow
+    warnings.filterwarnings("ignore", ".* is emulated")
+    for recipe in (Float8RowwiseScaling(), Float8BlockScaling()):
+        what = type(recipe).__name__
+        one = experts(MoEConfig(WIDE, WIDE, E, K, init_std=0.2, recipe=recipe))
+        ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
+        xs = torch.randn(ranks, 9, WIDE)
+        x, mine = xs.clone().requires_grad_(), xs[rank].clone().requires_grad_()
+        exact, y = one(x.flatten(0, 1)).unflatten(0, (ranks, 9)), ours(mine)
+        assert len(ours.last_plan.quantized) == 2, what
+        exact.square().sum().backward()
+        y.square().sum().backward()
+        near(y.detach(), exact[rank].detach(), what)
+        near(mine.grad, x.grad[rank], what)
+        for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+            near(average(p.grad) * ranks, q.grad, f"{what}: {name}")
+    moe = MoEConfig(WIDE, WIDE, E, K, init_std=0.2)
+    # Of the experts alone.
+    config = DecoderConfig(31, WIDE, 2, 4, moe=moe, recipe=Float8RowwiseScaling())
+    model = decoder_lm(config)
+    ours = parallelize(copy.deepcopy(model), expert_parallel=everyone(ranks))
+    batch = torch.randint(31, (2, 2 * ranks, 8))
+    model(*batch).backward()
+    ours(*batch.chunk(ranks, 1)[rank]).backward()
+    for (name, p), q in zip(ours.named_parameters(), model.parameters(), strict=True):
+        near(average(p.grad), q.grad, name)
+
+
+@check
+def kept_scales_go_along(rank: int, ranks: int) -> None:
+    """So that a checkpoint that is read afterwards is asked for them."""
+    warnings.filterwarnings("ignore", ".* is emulated")
+    moe, mesh = MoEConfig(32, 32, E, K, shared_ffn_dim=32), everyone(ranks)
+    config = DecoderConfig(31, 32, 2, 4, moe=moe, moe_layers=(1,), recipe=DelayedScaling())
+    for meshes in ({"expert_parallel": mesh}, {"mesh": mesh, "expert_parallel": mesh}):
+        model = decoder_lm(config)
+        model(*torch.randint(31, (2, ranks, 4 * ranks))).backward()
+        wanted = scales(model)
+        assert len(wanted) == 3 * 10  # in attention 2 each, in the block 2, of the experts 4
+        assert any(t.max() > 1 for t in wanted.values())
+        found = scales(parallelize(model, **meshes))
+        assert {*found} == {*wanted}
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items() if ".quantization." in k}
 
 
 @check
@@ -231,6 +347,45 @@ def the_correction_follows_the_tokens_of_all_ranks(rank: int, ranks: int) -> Non
 def impatient() -> dist.ProcessGroup:
     """All ranks; one that waits for the others in vain fails within a minute."""
     return dist.new_group(timeout=timedelta(minutes=1))
+
+
+@check
+def a_token_of_nan_on_one_rank(rank: int, ranks: int) -> None:
+    """It is that of one process: other tokens, and experts that it did not choose, see nothing."""
+    one = experts(MOE)
+    ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
+    xs = torch.randn(ranks, 9, D, dtype=torch.float64)
+    xs[ranks - 1, 4, 2] = math.nan
+    mine, x = xs[rank].clone().requires_grad_(), xs.clone().requires_grad_()
+    got, wanted = ours(mine), torch.stack([one(part) for part in x])
+    assert got.isnan().any(1).sum() == (rank == ranks - 1)
+    got.square().sum().backward()
+    wanted.square().sum().backward()
+    compared = [(got, wanted[rank]), (mine.grad, x.grad[rank])]
+    for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+        assert q.grad.isnan().any(), name
+        compared.append((average(p.grad) * ranks, q.grad))
+    down = one.get_parameter("down.weight").grad
+    assert down.isnan().flatten(1).any(1).sum() == K
+    for found, exact in compared:
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+@check
+def a_rank_that_fails_alone(rank: int, ranks: int) -> None:
+    """The others wait for it until the timeout of the group, and no longer."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    permute, dispatch = Permute(E, weighted=False), Dispatch(E, group, weighted=False)
+    indices, began = torch.full((3, K), E if rank == ranks - 1 else 0), time.monotonic()
+
+    def sent() -> Any:
+        rows, _, sizes = permute(torch.randn(3, D), indices)
+        return dispatch(rows, sizes)
+
+    with pytest.raises((InputError, RuntimeError)) as error:
+        sent()
+    assert isinstance(error.value, InputError) == (rank == ranks - 1)
+    assert time.monotonic() - began < 60
 
 
 def call(op: Dispatch, rows: int = 4, features: int = D, **how: Any) -> Any:

@@ -31,7 +31,9 @@ UNITS = {
     ("device_us", "ms"): 1e3,
     ("host_us", "ms"): 1e3,
     ("saved_bytes", "GiB"): 2.0**30,
+    ("extra_bytes", "GiB"): 2.0**30,
     ("peak_bytes", "GiB"): 2.0**30,
+    ("tflops", "TFLOP/s"): 1.0,
     ("first_ten_steps", "s"): 1e3,  # in ms; the first of them
 }
 
