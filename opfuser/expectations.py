@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .engine.folding import joined_paths
 from .engine.plan import FusionRecord, Plan, together
 from .engine.reasons import rules_of
-from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among, explain
+from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among
 from .fuser import OperationFuser
 from .fusion import Refusal, Stage
 from .op import FusibleOperation
@@ -71,13 +71,11 @@ def can_fuse(ops: nn.Module | Sequence[nn.Module], name: str, *example: Tensor) 
     """
     _check_name(name, [handle.name for handle in registry])
     if not example:
-        raise ArgumentError(
-            explain(
-                "can_fuse answers for a call",
-                where=f"fusion {name!r}",
-                received="no input",
-                remedy="Pass a tensor as of the call; one of the meta device does",
-            )
+        raise ArgumentError.explained(
+            "can_fuse answers for a call",
+            where=f"fusion {name!r}",
+            received="no input",
+            remedy="Pass a tensor as of the call; one of the meta device does",
         )
     if not isinstance(ops, Sequential):
         ops = Sequential(*_copies([ops] if isinstance(ops, nn.Module) else ops))
@@ -121,12 +119,10 @@ def require_fusions(
     """
     named = {**(forward or {}), **(backward or {}), **(joint or {})}
     if not any(count > 0 for count in named.values()):
-        raise ArgumentError(
-            explain(
-                "require_fusions requires at least one step of a fusion",
-                received=str(named or "no fusion"),
-                remedy="Name what must occur, as joint=dict(norm_linear=1)",
-            )
+        raise ArgumentError.explained(
+            "require_fusions requires at least one step of a fusion",
+            received=str(named or "no fusion"),
+            remedy="Name what must occur, as joint=dict(norm_linear=1)",
         )
     plans = last_plans(model)
     known = {record.name for plan in plans.values() for record in plan.history}
@@ -175,20 +171,16 @@ def last_plans(model: nn.Module) -> dict[str, Plan]:
         if plan is not None:
             found[path] = plan
     if not found and sequentials:
-        raise ArgumentError(
-            explain(
-                "Plans are made when a Sequential is called",
-                received=f"{type(model).__name__}, of which no call has been made",
-                remedy="Call the model first",
-            )
+        raise ArgumentError.explained(
+            "Plans are made when a Sequential is called",
+            received=f"{type(model).__name__}, of which no call has been made",
+            remedy="Call the model first",
         )
     if not found:
-        raise ArgumentError(
-            explain(
-                "Fusions occur in an opfuser.Sequential",
-                received=f"{type(model).__name__}, which holds none",
-                remedy="Convert it with opfuser.from_torch, or build it of opfuser.Sequential",
-            )
+        raise ArgumentError.explained(
+            "Fusions occur in an opfuser.Sequential",
+            received=f"{type(model).__name__}, which holds none",
+            remedy="Convert it with opfuser.from_torch, or build it of opfuser.Sequential",
         )
     return found
 
@@ -273,10 +265,8 @@ def reasons_by_place(plans: Mapping[str, Plan], name: str) -> list[str]:
 
 def _check_name(name: str, known: Sequence[str] | set[str]) -> None:
     if name not in known:
-        raise UnknownFusionError(
-            explain(
-                "A fusion is named as it is registered",
-                received=repr(name),
-                remedy=choose_among(name, known),
-            )
+        raise UnknownFusionError.explained(
+            "A fusion is named as it is registered",
+            received=repr(name),
+            remedy=choose_among(name, known),
         )

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from .errors import FusionError, explain
+from .errors import FusionError
 from .libraries import installed
 from .op import FusedOperation, FusibleOperation
 from .recipe import Recipe
@@ -194,13 +194,11 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
         if not types or not all(
             isinstance(t, type) and issubclass(t, FusibleOperation) for t in types
         ):
-            raise FusionError(
-                explain(
-                    "A pattern consists of operation classes, tuples of them, Optional(...) and "
-                    "Repeated(...)",
-                    where=f"fusion {name!r}",
-                    received=repr(element),
-                )
+            raise FusionError.explained(
+                "A pattern consists of operation classes, tuples of them, Optional(...) and "
+                "Repeated(...)",
+                where=f"fusion {name!r}",
+                received=repr(element),
             )
         optional = isinstance(element, Optional)
         if any(issubclass(t, FusedOperation) and t.is_compound() for t in types):
@@ -208,11 +206,8 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
         else:
             out.append(_Element(types, optional))
     if all(e.optional for e in out):
-        raise FusionError(
-            explain(
-                "A pattern needs at least one element that is not optional",
-                where=f"fusion {name!r}",
-            )
+        raise FusionError.explained(
+            "A pattern needs at least one element that is not optional", where=f"fusion {name!r}"
         )
     return tuple(out)
 
@@ -223,14 +218,12 @@ def _parts(
     """The elements that a compound stands for: fusions see its basic operations, never itself."""
     parts = getattr(types[0], "pattern_parts", None)
     if parts is None or len(types) > 1 or optional:
-        raise FusionError(
-            explain(
-                "A compound in a pattern stands alone and says what its parts are",
-                where=f"fusion {name!r}",
-                received=", ".join(t.__name__ for t in types),
-                remedy="Write the pattern with basic operations, or give the compound a class "
-                "method pattern_parts() that returns theirs",
-            )
+        raise FusionError.explained(
+            "A compound in a pattern stands alone and says what its parts are",
+            where=f"fusion {name!r}",
+            received=", ".join(t.__name__ for t in types),
+            remedy="Write the pattern with basic operations, or give the compound a class "
+            "method pattern_parts() that returns theirs",
         )
     return cast("Sequence[PatternElement]", parts())
 
@@ -390,12 +383,10 @@ class Fusion:
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
-            raise FusionError(
-                explain(
-                    f"The stage of a fusion is one of {', '.join(STAGES)}",
-                    where=f"fusion {self.name!r}",
-                    received=repr(self.stage),
-                )
+            raise FusionError.explained(
+                f"The stage of a fusion is one of {', '.join(STAGES)}",
+                where=f"fusion {self.name!r}",
+                received=repr(self.stage),
             )
         object.__setattr__(self, "elements", _expand(self.pattern, self.name))
         takes = () if self.refuses is None else inspect.signature(self.refuses).parameters
@@ -469,11 +460,9 @@ class Fusion:
     def _checked(self, no: Any) -> Refusal | None:
         if no is None or (isinstance(no, Refusal) and no.code in REFUSAL_CODES):
             return no
-        raise FusionError(
-            explain(
-                "refuses() returns None or a Refusal with a known code",
-                where=f"fusion {self.name!r}",
-                received=repr(no),
-                remedy=f"Use one of {', '.join(sorted(REFUSAL_CODES))}",
-            )
+        raise FusionError.explained(
+            "refuses() returns None or a Refusal with a known code",
+            where=f"fusion {self.name!r}",
+            received=repr(no),
+            remedy=f"Use one of {', '.join(sorted(REFUSAL_CODES))}",
         )

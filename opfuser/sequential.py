@@ -144,13 +144,11 @@ class Sequential(NestedSequential):
         if name == "fusion_config" and value is not None:
             value = registry.read(value, f"{type(self).__name__}.fusion_config")
             if value.orders:
-                raise ConfigError(
-                    explain(
-                        "The order of fusions is that of the program",
-                        where=f"{type(self).__name__}.fusion_config",
-                        received="order: listed",
-                        remedy="State it in the file of OPFUSER_CONFIG or in opfuser.fusion_config",
-                    )
+                raise ConfigError.explained(
+                    "The order of fusions is that of the program",
+                    where=f"{type(self).__name__}.fusion_config",
+                    received="order: listed",
+                    remedy="State it in the file of OPFUSER_CONFIG or in opfuser.fusion_config",
                 )
         super().__setattr__(name, value)
         if name == "recipe":
@@ -172,8 +170,8 @@ class Sequential(NestedSequential):
         if isinstance(index, slice):
             return keys[index]
         if not isinstance(index, int):
-            raise ArgumentTypeError(
-                explain("A Sequential is indexed by int or slice", received=type(index).__name__)
+            raise ArgumentTypeError.explained(
+                "A Sequential is indexed by int or slice", received=type(index).__name__
             )
         if not -len(keys) <= index < len(keys):
             raise IndexError(
@@ -193,12 +191,10 @@ class Sequential(NestedSequential):
 
     def _check_module(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(
-                explain(
-                    "A Sequential holds operations and modules",
-                    received=type(module).__name__,
-                    remedy="Wrap a function in a torch.nn.Module, or write it as an operation",
-                )
+            raise ArgumentTypeError.explained(
+                "A Sequential holds operations and modules",
+                received=type(module).__name__,
+                remedy="Wrap a function in a torch.nn.Module, or write it as an operation",
             )
         return module
 
@@ -211,12 +207,10 @@ class Sequential(NestedSequential):
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
         if not isinstance(index, int):
-            raise ArgumentTypeError(
-                explain(
-                    "One module of a Sequential is set at a time",
-                    received=type(index).__name__,
-                    remedy="Set by int, or build a new Sequential",
-                )
+            raise ArgumentTypeError.explained(
+                "One module of a Sequential is set at a time",
+                received=type(index).__name__,
+                remedy="Set by int, or build a new Sequential",
             )
         self._modules[self._keys(index)[0]] = self._check_module(module)
         self._touch()
@@ -283,8 +277,8 @@ class Sequential(NestedSequential):
 
     def __mul__(self, times: int) -> Sequential:
         if not isinstance(times, int) or times < 1:
-            raise ArgumentTypeError(
-                explain("A Sequential is repeated a positive number of times", received=repr(times))
+            raise ArgumentTypeError.explained(
+                "A Sequential is repeated a positive number of times", received=repr(times)
             )
         modules = [m for _ in range(times) for m in self]
         return Sequential(*modules, recipe=self.recipe, fusion_config=self.fusion_config)
@@ -641,8 +635,8 @@ class Sequential(NestedSequential):
     ) -> tuple[list[Kwargs], list[PendingCache]]:
         """Returns the keywords of each group, and the caches among them, which are yet to store."""
         if type(op_kwargs) is not dict and not isinstance(op_kwargs, Mapping):
-            raise OpKwargsError(
-                explain("op_kwargs is a mapping", received=type(op_kwargs).__name__)
+            raise OpKwargsError.explained(
+                "op_kwargs is a mapping", received=type(op_kwargs).__name__
             )
         given: dict[BasicOperation, dict[str, Any]] = {}
         caches: list[PendingCache] = []
@@ -653,8 +647,8 @@ class Sequential(NestedSequential):
                 received = f"{type(kwargs).__name__} for {key!r}"
                 if op in given:
                     received = f"{key!r}, an operation that another key names too"
-                raise OpKwargsError(
-                    explain("op_kwargs holds one mapping per operation", received=received)
+                raise OpKwargsError.explained(
+                    "op_kwargs holds one mapping per operation", received=received
                 )
             check_keywords(op, kwargs)
             given[op] = own = dict(kwargs)
@@ -672,12 +666,10 @@ class Sequential(NestedSequential):
             out.append(here if any(here) else None)
         lost = [type(op).__name__ for op in given if op not in reached]
         if lost:
-            raise OpKwargsError(
-                explain(
-                    "op_kwargs contains keys that are not in this Sequential",
-                    received=f"an operation of type {', '.join(lost)}",
-                    remedy="Use an operation, or an index, of this Sequential as the key",
-                )
+            raise OpKwargsError.explained(
+                "op_kwargs contains keys that are not in this Sequential",
+                received=f"an operation of type {', '.join(lost)}",
+                remedy="Use an operation, or an index, of this Sequential as the key",
             )
         return out, caches
 
@@ -689,12 +681,10 @@ class Sequential(NestedSequential):
             what = f"key {key!r}, which is {type(module).__name__}"
             if not isinstance(key, int):
                 what = f"a key of type {type(module).__name__}"
-            raise OpKwargsError(
-                explain(
-                    "op_kwargs reach basic operations",
-                    received=what,
-                    remedy="Use the basic operation itself as the key",
-                )
+            raise OpKwargsError.explained(
+                "op_kwargs reach basic operations",
+                received=what,
+                remedy="Use the basic operation itself as the key",
             )
         return module
 
@@ -721,15 +711,15 @@ class Sequential(NestedSequential):
         """
         for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
-                raise ArgumentTypeError(
-                    explain("A plan is made for tensors", received=type(t).__name__)
+                raise ArgumentTypeError.explained(
+                    "A plan is made for tensors", received=type(t).__name__
                 )
         self._resolve()
         self._check_count(len(extra_inputs))
         plans = self.planned_groups(input, extra_inputs).plans
         if not plans:
-            raise ArgumentTypeError(
-                explain("This Sequential holds no operations, so it has no plan")
+            raise ArgumentTypeError.explained(
+                "This Sequential holds no operations, so it has no plan"
             )
         return self._named(plans[0])
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..report.lock import ALLOW_NONE, compared, read, refuse_nothing, text, updated
 from ..report.target import plans
 from .arguments import (
@@ -69,12 +69,10 @@ def run(args: argparse.Namespace) -> int:
     found = compared(entries, target, now, args.lock)
     if not (found["locked"] or args.allow_none):
         refuse_nothing(target, now)
-        raise TargetError(
-            explain(
-                "Fusions that are locked can be checked, and the entry has none",
-                where=f"{args.lock}: {target.name}",
-                remedy=f"Write it again with --update, {ALLOW_NONE}",
-            )
+        raise TargetError.explained(
+            "Fusions that are locked can be checked, and the entry has none",
+            where=f"{args.lock}: {target.name}",
+            remedy=f"Write it again with --update, {ALLOW_NONE}",
         )
     shown = json.dumps(found, indent=1) if args.format == "json" else text(found)
     write(shown, args.output)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count, groupby, pairwise
 from typing import Any
 
-from ..errors import PlanError, explain
+from ..errors import PlanError
 from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
@@ -343,14 +343,12 @@ class _Maker:
         return starts
 
     def _broken(self, ops: Sequence[Any], handle: FusionHandle | None, what: str) -> None:
-        raise PlanError(
-            explain(
-                "A fusion must return operations that tile the basic operations exactly, in order",
-                where=f"fusion {handle.name!r}, stage {handle.stage}: {what}" if handle else what,
-                received=f"{_names(ops)} for basic operations {_names(self.basic_ops)}",
-                remedy="Replace each run by one FusedOperation whose basic_ops are that run, and "
-                "return every other operation as it is",
-            )
+        raise PlanError.explained(
+            "A fusion must return operations that tile the basic operations exactly, in order",
+            where=f"fusion {handle.name!r}, stage {handle.stage}: {what}" if handle else what,
+            received=f"{_names(ops)} for basic operations {_names(self.basic_ops)}",
+            remedy="Replace each run by one FusedOperation whose basic_ops are that run, and "
+            "return every other operation as it is",
         )
 
     def steps(self, ops: Sequence[FusibleOperation]) -> tuple[Step, ...]:

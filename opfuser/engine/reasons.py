@@ -162,12 +162,10 @@ def why(plan: Plan, name: str, at: int | None = None) -> str:
     """What became of a fusion; see :meth:`Plan.why`."""
     records = [record for record in plan.history if record.name == name]
     if not records:
-        raise UnknownFusionError(
-            explain(
-                "A plan knows the fusions that were registered when it was made",
-                received=repr(name),
-                remedy=choose_among(name, (r.name for r in plan.history)) or "None was",
-            )
+        raise UnknownFusionError.explained(
+            "A plan knows the fusions that were registered when it was made",
+            received=repr(name),
+            remedy=choose_among(name, (r.name for r in plan.history)) or "None was",
         )
     if at is not None and not 0 <= at < len(plan.basic_ops):
         raise IndexError(

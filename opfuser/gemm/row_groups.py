@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError, NotSupportedError, counted, explain
+from ..errors import InputError, NotSupportedError, counted
 from ..kernels.groups import group_ends
 from ..tracing import stands_in, transforms_active
 
@@ -70,13 +70,11 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     if split_sizes.dim() == 2:
         return RowGroups(None, split_sizes)
     if transforms_active() and not stands_in(split_sizes):
-        raise NotSupportedError(
-            explain(
-                "Groups of rows are multiplied for one input at a time",
-                where=where,
-                received="inputs of torch.vmap",
-                remedy="Call it for one after the other",
-            )
+        raise NotSupportedError.explained(
+            "Groups of rows are multiplied for one input at a time",
+            where=where,
+            received="inputs of torch.vmap",
+            remedy="Call it for one after the other",
         )
     # Without data torch's grouped GEMM takes bf16 alone.
     other = split_sizes.is_meta and x.dtype != torch.bfloat16
@@ -100,12 +98,10 @@ def groups_on_host(split_sizes: Tensor, x: Tensor, where: str = "GroupedLinear")
     """
     sizes = split_sizes.tolist()
     if sum(sizes) != x.shape[0] or min(sizes) < 0:
-        raise InputError(
-            explain(
-                "The split sizes must not be negative, and add up to the number of rows",
-                where=where,
-                received=f"split sizes {sizes}, input of {counted(x.shape[0], 'row')}",
-            )
+        raise InputError.explained(
+            "The split sizes must not be negative, and add up to the number of rows",
+            where=where,
+            received=f"split sizes {sizes}, input of {counted(x.shape[0], 'row')}",
         )
     stops = list(accumulate(sizes))
     return RowGroups(tuple(zip([0, *stops], stops)), split_sizes)

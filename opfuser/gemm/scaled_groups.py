@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import NotSupportedError, explain
+from ..errors import NotSupportedError
 from ..kernels.grouped_products import columns_by_columns, rows_by_matrices
 from ..kernels.microscaling_plain import FP4, scales_of_part
 from ..kernels.quantize import BLOCK, Codes
@@ -111,13 +111,11 @@ def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
         NotSupportedError: the host does not know the bounds of the groups.
     """
     if groups.bounds is None:
-        raise NotSupportedError(
-            explain(
-                "The host reads the sizes of groups of rows that are quantised",
-                where="GroupedLinear",
-                received=f"split sizes on {groups.sizes.device.type}",
-                remedy="Pass split sizes on the CPU",
-            )
+        raise NotSupportedError.explained(
+            "The host reads the sizes of groups of rows that are quantised",
+            where="GroupedLinear",
+            received=f"split sizes on {groups.sizes.device.type}",
+            remedy="Pass split sizes on the CPU",
         )
     present = [(start, stop) for start, stop in groups.bounds if start < stop]
     if all(start % BLOCK == 0 for start, _ in present):

@@ -12,7 +12,7 @@ from ..basic import Reshape
 from ..basic.basic_linear import BasicLinear
 from ..change_tracking import replaces_forward
 from ..counterparts import LAYERS
-from ..errors import ArgumentTypeError, NotSupportedError, explain
+from ..errors import ArgumentTypeError, NotSupportedError
 from ..op import FusedOperation, FusibleOperation
 from ..sequential import Sequential
 
@@ -53,18 +53,16 @@ def to_torch(module: nn.Module) -> nn.Module:
             The text names all of them.
     """
     if not isinstance(module, nn.Module):
-        raise ArgumentTypeError(
-            explain("Modules are converted", where="to_torch", received=type(module).__name__)
+        raise ArgumentTypeError.explained(
+            "Modules are converted", where="to_torch", received=type(module).__name__
         )
     writer = _Writer([], {})
     out = writer.write(module, "")
     if writer.lacking:
-        raise NotSupportedError(
-            explain(
-                "to_torch needs a module of torch.nn for every operation",
-                received="; ".join(writer.lacking),
-                remedy="Convert the parts of the sequence that have one",
-            )
+        raise NotSupportedError.explained(
+            "to_torch needs a module of torch.nn for every operation",
+            received="; ".join(writer.lacking),
+            remedy="Convert the parts of the sequence that have one",
         )
     return out
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError, explain
+from ..errors import InputError
 
 __all__ = [
     "RowMap",
@@ -71,7 +71,7 @@ def sort(indices: Tensor, num_experts: int) -> RowMap:
     except RuntimeError as error:
         if "out of bounds" not in str(error):
             raise
-        raise InputError(explain(must_be_experts(num_experts), where="Permute")) from error
+        raise InputError.explained(must_be_experts(num_experts), where="Permute") from error
     order = indices.reshape(-1).argsort(stable=True)
     return RowMap(inverse(order).view(indices.shape), sizes)
 

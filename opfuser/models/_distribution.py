@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from opfuser import Linear
 from opfuser.engine.local_parameters import LocalPart, use_locally
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 from opfuser.op import BasicOperation
 
 __all__ = ["Over", "check_linear", "keep_recipe", "refuse", "replicate"]
@@ -74,14 +74,12 @@ def refuse(
     how: str = "",
     remedy: str = "Shard such a model by its layers: opfuser.models.sharding",
 ) -> NoReturn:
-    raise NotSupportedError(
-        explain(
-            "Models are parallelised that consist of what decoder_lm makes, experts only with "
-            "expert_parallel",
-            where="parallelize",
-            received=f"{type(op).__name__} {how}".strip(),
-            remedy=remedy,
-        )
+    raise NotSupportedError.explained(
+        "Models are parallelised that consist of what decoder_lm makes, experts only with "
+        "expert_parallel",
+        where="parallelize",
+        received=f"{type(op).__name__} {how}".strip(),
+        remedy=remedy,
     )
 
 

@@ -30,7 +30,7 @@ from opfuser.basic import scaled_activation
 from opfuser.basic.activation import ACTIVATIONS
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.engine.local_parameters import LocalPart, use_locally
-from opfuser.errors import ArgumentError, explain
+from opfuser.errors import ArgumentError
 from opfuser.op import BasicOperation
 
 from ._distribution import Over, check_linear, keep_recipe, refuse, replicate
@@ -58,12 +58,10 @@ def check_agreement(model: Sequential, group: dist.ProcessGroup) -> None:
             continue
         differing = {*found[0]} ^ {*other}
         first = next((one for one in found[0] + other if one in differing), ("their order",))
-        raise ArgumentError(
-            explain(
-                "All ranks must have the same model",
-                where="parallelize",
-                received=f"ranks 0 and {rank} of the group, which differ in {first[0]}",
-            )
+        raise ArgumentError.explained(
+            "All ranks must have the same model",
+            where="parallelize",
+            received=f"ranks 0 and {rank} of the group, which differ in {first[0]}",
         )
 
 
@@ -118,13 +116,11 @@ def share_all_else(block: Sequential, over: Over) -> Iterator[Change]:
 
 def _check_grouped(op: GroupedLinear, over: Over) -> None:
     if op.num_groups % over.ranks:
-        raise ArgumentError(
-            explain(
-                "The experts must be a multiple of the ranks",
-                where="parallelize: GroupedLinear",
-                received=f"num_groups={op.num_groups}, {over.ranks} ranks",
-                remedy="Use a mesh whose size divides them",
-            )
+        raise ArgumentError.explained(
+            "The experts must be a multiple of the ranks",
+            where="parallelize: GroupedLinear",
+            received=f"num_groups={op.num_groups}, {over.ranks} ranks",
+            remedy="Use a mesh whose size divides them",
         )
     if not op.single_grouped_weight or (op.use_bias and not op.single_grouped_bias):
         refuse(op, "with a parameter for each expert", "Pass single_grouped_weight=True")

@@ -10,7 +10,7 @@ import torch
 
 from opfuser import RopeScaling
 from opfuser.counterparts import ACTIVATIONS, NORMS
-from opfuser.errors import ArgumentError, explain
+from opfuser.errors import ArgumentError
 from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
 
@@ -146,7 +146,7 @@ class DecoderConfig:
         if wrong is not None:
             invariant, names = wrong
             received = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-            raise ArgumentError(explain(invariant, where="DecoderConfig", received=received))
+            raise ArgumentError.explained(invariant, where="DecoderConfig", received=received)
         if self.recipe is not None:
             check_recipe(self.recipe, "DecoderConfig")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from opfuser.counterparts import ACTIVATIONS, GATED
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 from opfuser.rope_configuration import read_configuration
 
 from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, unknown, windows
@@ -47,13 +47,11 @@ _Families = dict[str, Callable[[Any], dict[str, Any]]]
 def _arguments(config: Any, families: _Families, made: str) -> dict[str, Any]:
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in families:
-        raise NotSupportedError(
-            explain(
-                f"A configuration must be of one of these types: {', '.join(families)}",
-                where=f"{made}.from_hf",
-                received=f"model_type={kind!r}",
-                remedy=f"Build a {made} by its arguments, if they can express the model",
-            )
+        raise NotSupportedError.explained(
+            f"A configuration must be of one of these types: {', '.join(families)}",
+            where=f"{made}.from_hf",
+            received=f"model_type={kind!r}",
+            remedy=f"Build a {made} by its arguments, if they can express the model",
         )
     refuse(config, "is_heterogeneous", "pruned_heads")
     return families[kind](config)
@@ -190,12 +188,10 @@ def _gemma2(config: Any, base: float = 10000.0) -> dict[str, Any]:
 def _gemma3(config: Any) -> dict[str, Any]:
     local = read_configuration(config, "sliding_attention")
     if local.scaling["rope_type"] != "default":
-        raise NotSupportedError(
-            explain(
-                "Rotary frequencies are not scaled in layers with a window",
-                where=f"from_hf of a {config.model_type}",
-                received=f"rope_type={local.scaling['rope_type']!r}",
-            )
+        raise NotSupportedError.explained(
+            "Rotary frequencies are not scaled in layers with a window",
+            where=f"from_hf of a {config.model_type}",
+            received=f"rope_type={local.scaling['rope_type']!r}",
         )
     # attn_logit_softcapping is in its configuration, but not in its computation.
     own = {"qk_norm": True, "local_rope_base": local.base, "attention_softcap": None}
@@ -231,12 +227,10 @@ def _bert(config: Any) -> dict[str, Any]:
     refuse(config, "is_decoder", "add_cross_attention")
     kind = getattr(config, "position_embedding_type", "absolute")
     if kind != "absolute":
-        raise NotSupportedError(
-            explain(
-                "position_embedding_type must be 'absolute'",
-                where="from_hf of a bert",
-                received=repr(kind),
-            )
+        raise NotSupportedError.explained(
+            "position_embedding_type must be 'absolute'",
+            where="from_hf of a bert",
+            received=repr(kind),
         )
     return {
         "vocab_size": config.vocab_size,

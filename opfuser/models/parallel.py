@@ -42,7 +42,7 @@ from opfuser.basic._distributed import slice_vocabulary
 from opfuser.basic.activation import ACTIVATIONS
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.engine.local_parameters import LocalPart, use_locally
-from opfuser.errors import ArgumentError, counted, explain
+from opfuser.errors import ArgumentError, counted
 
 from ._distribution import Over, check_linear, keep_recipe, refuse, replicate
 from ._expert_parallel import check_agreement, distribute_experts, has_experts, share_all_else
@@ -117,22 +117,18 @@ def parallelize(
     for given in meshes:
         _check_mesh(given)
     if not meshes or len({*meshes}) > 1:
-        raise ArgumentError(
-            explain(
-                "A model is parallelised over mesh, its experts over the same or alone",
-                where="parallelize",
-                received=f"mesh={mesh}, expert_parallel={expert_parallel}",
-                remedy="Pass one mesh, as either argument or as both",
-            )
+        raise ArgumentError.explained(
+            "A model is parallelised over mesh, its experts over the same or alone",
+            where="parallelize",
+            received=f"mesh={mesh}, expert_parallel={expert_parallel}",
+            remedy="Pass one mesh, as either argument or as both",
         )
     placed = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if placed is not None:
-        raise ArgumentError(
-            explain(
-                "A model is parallelised once, and before it is sharded",
-                where="parallelize",
-                received=f"{placed}, which is a DTensor",
-            )
+        raise ArgumentError.explained(
+            "A model is parallelised once, and before it is sharded",
+            where="parallelize",
+            received=f"{placed}, which is a DTensor",
         )
     (used, *_), experts = meshes, expert_parallel is not None
     over = Over(used, used.get_group(), used.size(), sequence_parallel, {}, experts)
@@ -146,13 +142,11 @@ def parallelize(
 
 def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
-        raise ArgumentError(
-            explain(
-                "A model is parallelised over a mesh of one dimension",
-                where="parallelize",
-                received=counted(mesh.ndim, "dimension"),
-                remedy='Pass one of them, such as mesh["tp"]',
-            )
+        raise ArgumentError.explained(
+            "A model is parallelised over a mesh of one dimension",
+            where="parallelize",
+            received=counted(mesh.ndim, "dimension"),
+            remedy='Pass one of them, such as mesh["tp"]',
         )
 
 
@@ -160,8 +154,8 @@ def _changes_of_experts(model: Sequential, over: Over) -> Iterator[Change]:
     """What is to be done where ranks have batches of their own, whose mean loss is meant."""
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and has_experts(m)]
     if not blocks:
-        raise ArgumentError(
-            explain("expert_parallel needs experts", where="parallelize", received="none in model")
+        raise ArgumentError.explained(
+            "expert_parallel needs experts", where="parallelize", received="none in model"
         )
     for block in blocks:
         yield from distribute_experts(block, over, LocalPart(averages=True))
@@ -236,12 +230,10 @@ def _check_attention(op: DotProductAttention) -> None:
 
 def _check_divides(op: Any, name: str, over: Over) -> None:
     if getattr(op, name) % over.ranks:
-        raise ArgumentError(
-            explain(
-                f"{name} must be a multiple of the ranks",
-                where=f"parallelize: {type(op).__name__}",
-                received=f"{name}={getattr(op, name)}, {over.ranks} ranks",
-            )
+        raise ArgumentError.explained(
+            f"{name} must be a multiple of the ranks",
+            where=f"parallelize: {type(op).__name__}",
+            received=f"{name}={getattr(op, name)}, {over.ranks} ranks",
         )
 
 
@@ -276,12 +268,10 @@ def _first(op: Linear, inside: Sequence[nn.Module], over: Over) -> Any:
     else:
         refuse(inside[0], "with interleaved halves")
     if features % over.ranks:
-        raise ArgumentError(
-            explain(
-                "Features inside a feed-forward block must be a multiple of the ranks",
-                where="parallelize",
-                received=f"{features} features, {over.ranks} ranks",
-            )
+        raise ArgumentError.explained(
+            "Features inside a feed-forward block must be a multiple of the ranks",
+            where="parallelize",
+            received=f"{features} features, {over.ranks} ranks",
         )
     return make
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import OpfuserError, TargetError, counted, explain
+from ..errors import OpfuserError, TargetError, counted
 from ..hf import apply
 from ..integrations.conversion import from_torch
 from ..sequential import Sequential
@@ -69,12 +69,10 @@ def no_sequences(target: Target, otherwise: str = "") -> TargetError:
         target: the model and its inputs.
         otherwise: what else may be done.
     """
-    return TargetError(
-        explain(
-            "The model holds no opfuser.Sequential that it calls",
-            where=target.name,
-            remedy=_remedy(target) + otherwise,
-        )
+    return TargetError.explained(
+        "The model holds no opfuser.Sequential that it calls",
+        where=target.name,
+        remedy=_remedy(target) + otherwise,
     )
 
 

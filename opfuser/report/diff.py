@@ -26,7 +26,7 @@ from typing import Any
 
 from ..engine.folding import joined_names, like
 from ..engine.plan import together
-from ..errors import TargetError, explain
+from ..errors import TargetError
 from ..registry import disable, enable, fusions
 from .inputs import did_you_mean
 from .plan_json import document, explained
@@ -68,12 +68,10 @@ def check_fusion_name(name: str) -> None:
     """Raises TargetError unless a fusion has that name."""
     known = [info.name for info in fusions()]
     if name not in known:
-        raise TargetError(
-            explain(
-                "No fusion has that name",
-                received=repr(name),
-                remedy=did_you_mean(name, known) or f"There are {', '.join(known)}",
-            )
+        raise TargetError.explained(
+            "No fusion has that name",
+            received=repr(name),
+            remedy=did_you_mean(name, known) or f"There are {', '.join(known)}",
         )
 
 
@@ -175,12 +173,10 @@ def _programs(
 ) -> Iterator[dict[str, Any]]:
     for side, plans in zip(sides, (left, right)):
         if not all("program" in plan for plan in plans.values()):
-            raise TargetError(
-                explain(
-                    "The file has no programs",
-                    received=side,
-                    remedy="Write it with opfuser explain --program --format json -o FILE",
-                )
+            raise TargetError.explained(
+                "The file has no programs",
+                received=side,
+                remedy="Write it with opfuser explain --program --format json -o FILE",
             )
     pairs = together(
         ((like(path), left[path]["program"], right[path]["program"]), path)

@@ -33,7 +33,7 @@ from torch import Tensor
 from .. import __version__
 from ..engine.folding import joined_paths
 from ..engine.plan import Plan, together
-from ..errors import TargetError, counted, explain
+from ..errors import TargetError, counted
 from ..expectations import occurrences, reasons_by_place
 from ..fusion import STAGES
 from ..registry import fusions
@@ -86,41 +86,35 @@ def read(file: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise TargetError(
-            explain(
-                "There is no lock file yet",
-                received=str(file),
-                remedy="opfuser check with --update writes it",
-            )
+        raise TargetError.explained(
+            "There is no lock file yet",
+            received=str(file),
+            remedy="opfuser check with --update writes it",
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise TargetError(
-            explain("The lock file cannot be read", received=f"{file}: {why}")
+        raise TargetError.explained(
+            "The lock file cannot be read", received=f"{file}: {why}"
         ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f":{mark.line + 1}"
-        raise TargetError(explain("A lock file is YAML", where=f"{file}{line}")) from error
+        raise TargetError.explained("A lock file is YAML", where=f"{file}{line}") from error
     if not isinstance(document, dict) or document.get("schema") != LOCK:
         schema = document.get("schema") if isinstance(document, dict) else None
-        raise TargetError(
-            explain(
-                f"A lock file has the schema {LOCK}",
-                where=str(file),
-                received=f"schema {schema!r}" if schema else "none",
-            )
+        raise TargetError.explained(
+            f"A lock file has the schema {LOCK}",
+            where=str(file),
+            received=f"schema {schema!r}" if schema else "none",
         )
     models = document.get("models")
     wrong = _wrong(models)
     if wrong:
-        raise TargetError(
-            explain(
-                "A lock file is written by opfuser check --update",
-                where=str(file),
-                received=wrong,
-                remedy="Restore it, or delete it and write it again",
-            )
+        raise TargetError.explained(
+            "A lock file is written by opfuser check --update",
+            where=str(file),
+            received=wrong,
+            remedy="Restore it, or delete it and write it again",
         )
     return dict(models)  # type: ignore[arg-type]  # _wrong looked
 
@@ -140,24 +134,19 @@ def compared(
         TargetError: the file has no entry of the model, or one of another call.
     """
     if target.name not in entries:
-        raise TargetError(
-            explain(
-                "The lock file has no entry of this model",
-                where=str(file),
-                received=target.name,
-                remedy=f"There are {', '.join(entries) or 'none'}; --update adds one",
-            )
+        raise TargetError.explained(
+            "The lock file has no entry of this model",
+            where=str(file),
+            received=target.name,
+            remedy=f"There are {', '.join(entries) or 'none'}; --update adds one",
         )
     entry, now = entries[target.name], entry_of(target, plans)
     if entry["call"] != now["call"]:
-        raise TargetError(
-            explain(
-                f"The entry is of a call with {_call(entry['call'])}",
-                where=f"{file}: {target.name}",
-                received=_call(now["call"]),
-                remedy="Pass the same --input, --device and --dtype, or write it again with "
-                "--update",
-            )
+        raise TargetError.explained(
+            f"The entry is of a call with {_call(entry['call'])}",
+            where=f"{file}: {target.name}",
+            received=_call(now["call"]),
+            remedy="Pass the same --input, --device and --dtype, or write it again with --update",
         )
     changes = list(_changes(entry["sequences"], now["sequences"], plans))
     return {
@@ -185,13 +174,11 @@ def refuse_nothing(target: Target, plans: Mapping[str, Plan]) -> None:
     if not plans:
         raise no_sequences(target, f", {ALLOW_NONE}")
     if not sum(_total(_counts(plans))):
-        raise TargetError(
-            explain(
-                "There is nothing to check in a model without fusions",
-                where=target.name,
-                received=f"{counted(len(plans), 'Sequential')}, in which nothing is fused",
-                remedy=f"opfuser explain says why; convert the model, {ALLOW_NONE}",
-            )
+        raise TargetError.explained(
+            "There is nothing to check in a model without fusions",
+            where=target.name,
+            received=f"{counted(len(plans), 'Sequential')}, in which nothing is fused",
+            remedy=f"opfuser explain says why; convert the model, {ALLOW_NONE}",
         )
 
 
@@ -315,9 +302,7 @@ def _yaml() -> Any:
     try:
         return importlib.import_module("yaml")
     except ImportError as error:
-        raise TargetError(
-            explain(
-                "A lock file is read and written with PyYAML, which is not installed",
-                remedy="Run pip install opfuser[tools]",
-            )
+        raise TargetError.explained(
+            "A lock file is read and written with PyYAML, which is not installed",
+            remedy="Run pip install opfuser[tools]",
         ) from error

@@ -20,7 +20,7 @@ from opfuser import (
 )
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.counterparts import ACTIVATIONS, NORMS
-from opfuser.errors import ArgumentError, explain
+from opfuser.errors import ArgumentError
 
 from .options import Options, refuse_delay, refuse_option, refuse_others, values_of
 
@@ -38,12 +38,10 @@ def norm(options: Any, features: int, device: Device, dtype: Dtype) -> LayerNorm
     """The norm that ``options`` with fields ``normalization``, ``eps`` and so on ask for."""
     found = _NORMS.get(options.normalization)
     if found is None:
-        raise ArgumentError(
-            explain(
-                f"normalization is one of {', '.join(_NORMS)}",
-                where=type(options).__name__,
-                received=repr(options.normalization),
-            )
+        raise ArgumentError.explained(
+            f"normalization is one of {', '.join(_NORMS)}",
+            where=type(options).__name__,
+            received=repr(options.normalization),
         )
     centered = options.zero_centered_gamma
     where: Any = {"device": device, "dtype": dtype}
@@ -210,12 +208,10 @@ class LayerNormMLPOptions(Options):
     def _activation(self) -> Any:
         row = _ACTIVATIONS.get(self.activation)
         if row is None:
-            raise ArgumentError(
-                explain(
-                    f"activation is one of {', '.join(_ACTIVATIONS)}",
-                    where=type(self).__name__,
-                    received=repr(self.activation),
-                )
+            raise ArgumentError.explained(
+                f"activation is one of {', '.join(_ACTIVATIONS)}",
+                where=type(self).__name__,
+                received=repr(self.activation),
             )
         params = dict(self.activation_params or {})
         if set(params) - {"limit", "alpha", "glu_linear_offset"} or (

@@ -12,7 +12,7 @@ import opfuser
 from opfuser import BasicOperation, FusibleOperation, Linear, Sequential
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.counterparts import ACTIVATIONS
-from opfuser.errors import NotSupportedError, explain
+from opfuser.errors import NotSupportedError
 
 from .options import attribute, kind_of, refuse_option
 
@@ -172,12 +172,10 @@ def from_te_operation(op: Any) -> nn.Module:
         # With a reduction: which of its parts is sharded is theirs to say.
         return Sequential(*(from_te_operation(part) for part in op.basic_ops))
     if name not in OPERATIONS:
-        raise NotSupportedError(
-            explain(
-                "te.ops has an operation that opfuser lacks",
-                received=name or type(op).__qualname__,
-                remedy="Leave it a plain module, or write it as an operation",
-            )
+        raise NotSupportedError.explained(
+            "te.ops has an operation that opfuser lacks",
+            received=name or type(op).__qualname__,
+            remedy="Leave it a plain module, or write it as an operation",
         )
     if name == "Linear" and op.basic_ops[0].tensor_parallel_mode is not None:
         return Sequential(*(from_te_operation(part) for part in op.basic_ops))
@@ -205,12 +203,10 @@ def to_te_operation(op: FusibleOperation, classes: Any, channel: Callable[[str],
     name = type(op).__name__
     known = name in OPERATIONS and type(op) is getattr(opfuser, name)
     if not known or not hasattr(classes, name):  # te.ops has some only from a version on
-        raise NotSupportedError(
-            explain(
-                "te.ops has no such operation",
-                received=type(op).__qualname__,
-                remedy="Convert the operations before and behind it",
-            )
+        raise NotSupportedError.explained(
+            "te.ops has no such operation",
+            received=type(op).__qualname__,
+            remedy="Convert the operations before and behind it",
         )
     if isinstance(op, Linear) and any(part.communicates for part in op.basic_ops):
         parts = (to_te_operation(part, classes, channel) for part in op.basic_ops)
