@@ -19,16 +19,6 @@ from .op import FusibleOperation
 from .registry import registry
 from .sequential import Sequential
 
-__all__ = [
-    "Answer",
-    "can_fuse",
-    "last_plans",
-    "occurrences",
-    "reasons",
-    "reasons_by_place",
-    "require_fusions",
-]
-
 _MOST_PLACES = 4
 
 

@@ -60,8 +60,6 @@ from .tied_parameters import load_as_one, tie, tied_places
 from .torch_internals import constant_result
 from .traced_calls import ModulesInside
 
-__all__ = ["Residual", "Sequential"]
-
 logger = logging.getLogger("opfuser")
 
 # What is derived from the modules of a Sequential, before that is done.

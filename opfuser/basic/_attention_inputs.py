@@ -18,23 +18,6 @@ from ..kernels.scalar import wide_dtype
 from ..tracing import columns, exporting, functional
 from ._numbers import real_number
 
-__all__ = [
-    "Additions",
-    "AttentionSettings",
-    "Inputs",
-    "Keywords",
-    "Prepared",
-    "cached_heads",
-    "call_of",
-    "check_packed",
-    "check_separate",
-    "heads_of",
-    "prepare",
-    "request_before",
-    "settings_of",
-    "split",
-]
-
 _WHERE = "DotProductAttention"
 _SOME = 64
 _LAYOUTS = ("packed", "separate")

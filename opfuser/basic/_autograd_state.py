@@ -10,8 +10,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import torch_internals as internals
 
-__all__ = ["Destination", "backward_pass", "destination", "is_first_write", "note_forward"]
-
 # In the thread-local state that autograd hands on to a backward pass, and so to those that start
 # within it, on whatever threads they run: the number of the outermost one.
 _OUTERMOST = "opfuser: outermost backward pass"

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._distributed import GroupRef, check_sequence_dim, group_size, refuse_reference
 
-__all__ = ["Collective", "CollectiveAlong", "Exchange"]
-
 Exchange = Callable[[Tensor, "dist.ProcessGroup | None", int], Tensor]
 """Of a tensor, over a group, along a dimension."""
 

@@ -11,24 +11,6 @@ from torch import Tensor
 from ..errors import ArgumentError, InputError, NotSupportedError
 from ..recording import assume, seen_whole
 
-__all__ = [
-    "GroupRef",
-    "LinearSharding",
-    "VocabularySlice",
-    "all_reduce",
-    "check_sequence_dim",
-    "gather",
-    "gather_input",
-    "gather_output_grad",
-    "group_size",
-    "reduce_input_grad",
-    "reduce_output",
-    "reduce_scatter",
-    "refuse_reference",
-    "shard_linear",
-    "slice_vocabulary",
-]
-
 
 def _collective(name: str, before_2_13: str) -> Any:
     return getattr(dist, name, None) or getattr(dist, before_2_13, None)

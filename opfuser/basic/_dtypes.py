@@ -7,8 +7,6 @@ import torch
 from ..context import COMPUTE_DTYPES
 from ..errors import ArgumentError
 
-__all__ = ["check_parameter_dtype"]
-
 
 def check_parameter_dtype(dtype: torch.dtype | None, where: str) -> None:
     """Raises ArgumentError unless ``dtype`` is fp16, bf16, fp32, fp64 or None."""

@@ -17,8 +17,6 @@ from ..errors import InputError, NotSupportedError
 from ..recording import unwatched
 from ._distributed import gather_into
 
-__all__ = ["Call", "Route", "agree_on_experts", "refuse_tracing", "route_of", "send", "send_back"]
-
 _DTYPES = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
 
 

@@ -11,8 +11,6 @@ from ..kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, Soft
 from ..kernels.gated import Glu
 from ..kernels.scalar import ScalarFunction
 
-__all__ = ["Functions", "check_glu_input", "clamped_swish", "make_glu", "situ"]
-
 Functions = tuple[ScalarFunction, ScalarFunction | None]
 """Those applied to gates and to linear units; None is the identity."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..gemm import RowGroups
 
-__all__ = ["grouped_bias", "grouped_bias_grad", "scale_grad"]
-
 
 def grouped_bias(table: Tensor, scales: Tensor | None, groups: RowGroups, rows: int) -> Tensor:
     """``s b[group]`` for each row: (G, N) -> (T, N)."""

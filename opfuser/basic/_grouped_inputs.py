@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["check_grouped_inputs"]
-
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 

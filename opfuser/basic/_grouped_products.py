@@ -10,8 +10,6 @@ from torch import Tensor
 from .. import gemm
 from ._grouped_weight_grad import GroupedProduct, ScaledGroupedProduct
 
-__all__ = ["PLAIN", "GroupedProducts", "matrices"]
-
 
 def matrices(weights: Sequence[Tensor], dtype: Any) -> Tensor | list[Tensor]:
     """The weights in ``dtype``, as one tensor where they are stored as one."""

@@ -15,14 +15,6 @@ from ..errors import InputError
 from ._autograd_state import Destination, destination
 from ._weight_grad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
-__all__ = [
-    "DelayedWgrads",
-    "GroupedLinearSettings",
-    "GroupedProduct",
-    "GroupedWgrad",
-    "ScaledGroupedProduct",
-]
-
 _WHERE = "GroupedLinear"
 
 

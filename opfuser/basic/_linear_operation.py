@@ -14,8 +14,6 @@ from ..errors import InputError
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 from ._distributed import LinearSharding, gather_input, reduce_input_grad
 
-__all__ = ["LinearOperation"]
-
 
 class LinearOperation(BasicOperation):
     """Abstract. ``y = x Wᵀ``, and perhaps more that its GEMMs add, with gradients of W apart.

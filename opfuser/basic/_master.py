@@ -13,8 +13,6 @@ from ..errors import MasterWeightError
 from ..quantization.weights import WeightFormat, check_scale, encode_weight
 from ._whole_gradient import WholeGradient
 
-__all__ = ["Pair", "WriteDetector"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SAMPLED = 32
 """Elements of each larger tensor that are compared: this many, or up to twice as many."""

@@ -10,17 +10,6 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedError
 
-__all__ = [
-    "as_rows",
-    "as_vector",
-    "canonical_shape",
-    "check_eps",
-    "per_row",
-    "refuse_input",
-    "refuse_sm_margin",
-    "side_by_side",
-]
-
 
 def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[int, ...]:
     """The sizes of the normalised dimensions as a tuple.

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..errors import ArgumentTypeError
 
-__all__ = ["real_number"]
-
 
 def real_number(value: object, name: str, where: str, remedy: str = "") -> float:
     """``value`` as torch takes it: an int or a float as it is, any other real number as a float.

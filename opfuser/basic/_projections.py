@@ -13,9 +13,6 @@ from ..change_tracking import Tracked, has_hooks
 from ..errors import ArgumentError
 from ..op import BasicOperation, FusibleOperation
 
-__all__ = ["OfProjections", "Projection", "refusal"]
-
-
 # What others may put into its place computes something else.
 _FORWARD = nn.Linear.forward
 

@@ -18,8 +18,6 @@ from ..quantization.tensor_quantizer import TensorQuantizer
 from ..quantization.weights import encoding_of
 from ..recipe import Recipe
 
-__all__ = ["check_own_recipe", "choices_of", "features_refusal", "quantizer_of", "recipe_refusal"]
-
 
 def check_own_recipe(recipe: object, where: str) -> None:
     """Raises ArgumentError for a ``recipe`` of an operation that is none it may have."""

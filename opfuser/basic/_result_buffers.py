@@ -10,8 +10,6 @@ from torch import Tensor
 from .. import torch_internals as internals
 from ..errors import InputError, NotSupportedError, OpKwargsError
 
-__all__ = ["buffers_of_call", "check_buffers", "may_become_grad", "overlap"]
-
 
 def buffers_of_call(
     where: str,

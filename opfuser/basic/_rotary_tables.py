@@ -13,8 +13,6 @@ from ..kernels.scalar import wide_dtype
 from ..rope import Frequencies
 from ..tracing import stands_in
 
-__all__ = ["RotaryTables", "Tables", "pairs_of_rows"]
-
 # Kept of each kind, for different devices, dtypes and attributes: a base that changes at every step
 # must not pile tables up.
 _MAX_TABLES = 8

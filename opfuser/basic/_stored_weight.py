@@ -23,8 +23,6 @@ from ..quantization.weights import (
 )
 from ._linear_operation import LinearOperation
 
-__all__ = ["StoresWeight"]
-
 # An attribute of parameters that have a scale somewhere.
 _TAKEN = "opfuser_has_scale"
 

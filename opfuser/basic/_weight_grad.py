@@ -26,24 +26,6 @@ from ._autograd_state import (
     note_forward,
 )
 
-__all__ = [
-    "Computed",
-    "Product",
-    "ScaledProduct",
-    "WeightGradient",
-    "fitting_grad",
-    "grad_buffer",
-    "handed_over",
-    "has_zeros_as_placeholder",
-    "into_grad",
-    "into_main_grad",
-    "keep_weights",
-    "kept_weights",
-    "main_grad_buffer",
-    "mark_added",
-    "refuse_both",
-]
-
 
 class Product(NamedTuple):
     """The gradient ``s dyᵀ x`` of a weight (N, K), for the GEMM that computes it where it goes.

@@ -10,8 +10,6 @@ from torch.utils.weak import TensorWeakRef
 from ..errors import MasterWeightError
 from ._weight_grad import has_zeros_as_placeholder
 
-__all__ = ["WholeGradient"]
-
 _FLAG = "grad_added_to_main_grad"
 
 

@@ -13,8 +13,6 @@ from ..errors import ArgumentError, InputError
 from ..op import BasicOperation
 from ._dtypes import check_parameter_dtype
 
-__all__ = ["AddEmbedding"]
-
 
 class AddEmbedding(BasicOperation):
     """Adds rows of a table, which indices choose: ``y[..., :] = x[..., :] + weight[indices[...]]``.

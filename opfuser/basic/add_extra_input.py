@@ -12,8 +12,6 @@ from ..context import BackwardResult, Contexts, Extras, ForwardArguments, Forwar
 from ..errors import InputError
 from ..op import BasicOperation, Dtypes
 
-__all__ = ["AddExtraInput"]
-
 
 class AddExtraInput(BasicOperation):
     """Adds one extra input of the same shape: ``y = x + extra``, as in a residual connection.

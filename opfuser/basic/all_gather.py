@@ -5,8 +5,6 @@ from __future__ import annotations
 from ._collective import CollectiveAlong
 from ._distributed import gather, reduce_scatter
 
-__all__ = ["AllGather"]
-
 
 class AllGather(CollectiveAlong):
     """Concatenation of the ranks' inputs along a dimension.

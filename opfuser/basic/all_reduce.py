@@ -12,8 +12,6 @@ from ..op import OperationContext, OperationGrads
 from ._collective import Collective
 from ._distributed import all_reduce, group_size
 
-__all__ = ["AllReduce"]
-
 
 class AllReduce(Collective):
     """Sum of the ranks' inputs: :math:`y = Σ_r x_r`.

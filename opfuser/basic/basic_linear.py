@@ -40,8 +40,6 @@ from ._weight_grad import (
     refuse_both,
 )
 
-__all__ = ["BasicLinear"]
-
 
 class BasicLinear(StoresWeight):
     r"""Linear transformation :math:`y = x W^T`, like ``torch.nn.Linear`` with ``bias=False``.

@@ -17,8 +17,6 @@ from ..tracing import each_column
 from ._distributed import GroupRef, group_size
 from ._dtypes import check_parameter_dtype
 
-__all__ = ["Bias", "bias_grad"]
-
 
 def bias_grad(grad_output: Tensor) -> Tensor:
     """``db = Σ dy`` over all dimensions but the last; ATen rounds only the final sum.

@@ -14,8 +14,6 @@ from ._collective import Collective
 from ._distributed import group_size, refuse_reference
 from ._expert_exchange import Route, refuse_tracing, send, send_back
 
-__all__ = ["Combine"]
-
 
 class Combine(Collective):
     """Sends each row back to the rank that it came from: the inverse of :class:`Dispatch`.

@@ -9,8 +9,6 @@ from torch import Tensor
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
-__all__ = ["ConstantScale"]
-
 
 class ConstantScale(BasicOperation):
     """Multiplies by a constant: ``y = scale * x``, ``dx = scale * dy``.

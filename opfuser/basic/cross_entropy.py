@@ -27,8 +27,6 @@ from ..kernels.vocabulary_slices import Classes, merged_losses, slice_gradient, 
 from ..op import BasicOperation, Dtypes
 from ._distributed import VocabularySlice, gather, refuse_reference, slice_vocabulary
 
-__all__ = ["CrossEntropy", "classes_of", "losses_of_slices"]
-
 
 def classes_of(own: VocabularySlice) -> Classes:
     """Which classes this rank's logits are of, as kernels take it."""

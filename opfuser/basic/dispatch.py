@@ -24,8 +24,6 @@ from ._expert_exchange import (
     send_back,
 )
 
-__all__ = ["Dispatch"]
-
 
 class Dispatch(Collective):
     """Sends each row to the rank that has its expert: expert parallelism.

@@ -51,8 +51,6 @@ from ..tracing import exporting, functional, joined_columns, stands_in, transfor
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
 
-__all__ = ["DotProductAttention"]
-
 
 class DotProductAttention(BasicOperation):
     r"""Multi-head attention: per head, :math:`y_i = \sum_j \mathrm{softmax}_j(s_{ij})\, v_j`.

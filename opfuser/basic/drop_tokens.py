@@ -13,8 +13,6 @@ from ..context import BackwardResult, Contexts, Extras, ForwardArguments, Forwar
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 
-__all__ = ["DropTokens", "RestoreTokens"]
-
 
 class DropTokens(BasicOperation):
     r"""Keeps the first C rows of each expert, and pads those of experts with fewer.

@@ -15,8 +15,6 @@ from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
-__all__ = ["Dropout"]
-
 
 class Dropout(BasicOperation):
     """Zeroes entries with probability p and scales the others: ``y = x * mask / (1 - p)``.

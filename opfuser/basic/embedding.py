@@ -20,8 +20,6 @@ from ._distributed import (
     slice_vocabulary,
 )
 
-__all__ = ["Embedding"]
-
 
 class Embedding(BasicOperation):
     """Looks up rows of a table: ``y[..., :] = weight[x[...], :]``.

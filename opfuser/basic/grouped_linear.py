@@ -42,8 +42,6 @@ from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._result_buffers import buffers_of_call, check_buffers, may_become_grad, overlap
 from ._weight_grad import keep_weights, kept_weights, refuse_both
 
-__all__ = ["GroupedGrad", "GroupedLinear"]
-
 
 class GroupedGrad(NamedTuple):
     """The gradient of the output as products take it, and its groups of rows."""

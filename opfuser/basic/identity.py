@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..op import BasicOperation, OperationContext, OperationGrads
 
-__all__ = ["Identity"]
-
 
 class Identity(BasicOperation):
     """Returns its input, of any shape and dtype: ``y = x``. A place holder in any sequence."""

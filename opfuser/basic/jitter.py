@@ -12,8 +12,6 @@ from ..errors import ArgumentError
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number
 
-__all__ = ["Jitter"]
-
 
 class Jitter(BasicOperation):
     """Multiplies each entry by a random factor from 1 - ε to 1 + ε: ``y = x * noise``.

@@ -13,8 +13,6 @@ from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ._norms import check_eps, side_by_side
 
-__all__ = ["L2Normalization"]
-
 
 class L2Normalization(BasicOperation):
     r"""Scales vectors along the last dimension to unit length: :math:`y = x / \sqrt{\sum x^2 + ε}`.

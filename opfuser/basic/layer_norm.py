@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from .norm import Norm
 
-__all__ = ["LayerNorm"]
-
 
 class LayerNorm(Norm):
     r"""Layer normalisation over the last dimensions.

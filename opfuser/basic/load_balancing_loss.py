@@ -14,8 +14,6 @@ from ..context import BackwardResult, Contexts, Extras, ForwardArguments, Forwar
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 
-__all__ = ["LoadBalancingLoss"]
-
 
 class LoadBalancingLoss(BasicOperation):
     r"""Adds the load-balancing loss of R routers together: ``y = x + c L``.

@@ -21,8 +21,6 @@ from ._linear_operation import LinearOperation
 from ._numbers import real_number
 from .bias import bias_grad
 
-__all__ = ["LoRAAdapter", "LoRALinear"]
-
 
 class LoRAAdapter(NamedTuple):
     """An adapter ``s B A`` of a :class:`LoRALinear`, A (rank, in), B (out, rank).

@@ -12,8 +12,6 @@ from ..buffer_reuse import only_reference
 from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..op import BasicOperation
 
-__all__ = ["MakeExtraOutput"]
-
 
 class MakeExtraOutput(BasicOperation):
     """Returns its input twice, as output and as extra output: the start of a residual branch.

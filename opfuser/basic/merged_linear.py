@@ -32,8 +32,6 @@ from ._weight_grad import (
 )
 from .bias import bias_grad
 
-__all__ = ["BasicMergedLinear", "MergedBias"]
-
 
 class BasicMergedLinear(OfProjections, LinearOperation):
     r"""Concatenated linear transformations: :math:`y = [x W_1^T, x W_2^T, \dots]`.

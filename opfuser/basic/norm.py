@@ -30,8 +30,6 @@ from ._norms import (
     side_by_side,
 )
 
-__all__ = ["Norm"]
-
 
 class Norm(BasicOperation):
     r"""Abstract. A subclass adds ``Saved`` and ``reference``, and says what of the formula it has.

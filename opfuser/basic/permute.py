@@ -14,8 +14,6 @@ from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
 from ..kernels.row_map_plain import inverse, picked, tokens
 from ..op import BasicOperation, Dtypes
 
-__all__ = ["Permute"]
-
 
 class Permute(BasicOperation):
     """Copies each token once for each of its experts, and sorts the copies by expert.

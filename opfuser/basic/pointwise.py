@@ -16,8 +16,6 @@ from ..torch_internals import constant_result
 from ..tracing import stands_in
 from ._numbers import real_number
 
-__all__ = ["PointwiseOperation"]
-
 
 class PointwiseOperation(BasicOperation):
     """Applies a function f of one number to each element: ``y = f(x)``, ``dx = dy f'(x)``.

@@ -12,8 +12,6 @@ from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._dtypes import check_parameter_dtype
 
-__all__ = ["PositionEmbedding"]
-
 
 class PositionEmbedding(BasicOperation):
     """Adds a learned row to every position: ``y[..., t, :] = x[..., t, :] + weight[t]``.

@@ -14,8 +14,6 @@ from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_co
 from ._dtypes import check_parameter_dtype
 from ._norms import check_eps
 
-__all__ = ["QKNorm"]
-
 
 class QKNorm(BasicOperation):
     r"""Root-mean-square normalisation of every query and key head of packed queries, keys, values.

@@ -11,8 +11,6 @@ from ..quantization.quantizers import rounded
 from ..quantization.region import active_recipe
 from ..recipe import Recipe
 
-__all__ = ["Quantize"]
-
 
 class Quantize(BasicOperation):
     r"""Rounds to the format of the recipe in a region of quantised compute; else the identity.

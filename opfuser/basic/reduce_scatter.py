@@ -5,8 +5,6 @@ from __future__ import annotations
 from ._collective import CollectiveAlong
 from ._distributed import gather, reduce_scatter
 
-__all__ = ["ReduceScatter"]
-
 
 class ReduceScatter(CollectiveAlong):
     """This rank's slice, along a dimension, of the sum of the ranks' inputs.

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..errors import ArgumentError, ArgumentTypeError, InputError
 from ..op import BasicOperation, OperationContext, OperationGrads
 
-__all__ = ["Reshape"]
-
 
 class Reshape(BasicOperation):
     """Reshapes its input, as ``torch.reshape``: a view where the strides allow it.

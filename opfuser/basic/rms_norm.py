@@ -10,8 +10,6 @@ from torch import Tensor
 from ..kernels.scalar import wide_dtype
 from .norm import Norm
 
-__all__ = ["RMSNorm"]
-
 
 class RMSNorm(Norm):
     r"""Root-mean-square normalisation over the last dimensions.

@@ -17,8 +17,6 @@ from ..rope import Frequencies, RopeScaling
 from ..rope_configuration import field_of, read_configuration
 from ._rotary_tables import RotaryTables, pairs_of_rows
 
-__all__ = ["RotaryEmbedding"]
-
 
 class RotaryEmbedding(BasicOperation):
     r"""Rotates pairs of entries of queries and keys by angles that grow with the position.

@@ -11,8 +11,6 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..op import BasicOperation, Dtypes
 
-__all__ = ["SwapExtra"]
-
 
 class SwapExtra(BasicOperation):
     """Returns its extra input as output, and its input as extra output. Nothing is copied.

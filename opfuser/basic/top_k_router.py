@@ -32,8 +32,6 @@ from ..kernels.router_plain import choice, scores_of, widened
 from ..op import BasicOperation, Dtypes
 from ._distributed import all_reduce, group_size
 
-__all__ = ["TopKRouter"]
-
 
 class TopKRouter(BasicOperation):
     r"""Chooses k of E experts for each token, with weights.

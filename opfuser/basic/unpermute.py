@@ -13,8 +13,6 @@ from ..errors import InputError
 from ..kernels.row_map import copy_to_rows, sum_of_rows, sum_of_rows_grads
 from ..op import BasicOperation
 
-__all__ = ["Unpermute"]
-
 
 class Unpermute(BasicOperation):
     """Adds the rows of each token: the inverse of :class:`Permute`.

@@ -37,16 +37,6 @@ from .program import Program
 from .ranges import replay_range
 from .threads import thread_that_may_wait
 
-__all__ = [
-    "TOO_LARGE",
-    "Captured",
-    "Flight",
-    "lock",
-    "make_room",
-    "refusal_of_capture",
-    "taken",
-]
-
 logger = logging.getLogger("opfuser")
 _clock = count()
 

@@ -17,8 +17,6 @@ from .graphs import Graph
 from .passes import execute_backward
 from .program import Program
 
-__all__ = ["BackwardGraph", "Forwarded", "room_for", "uncached_casts"]
-
 
 class Forwarded(NamedTuple):
     """What a forward pass left: all that :func:`execute_backward` reads of a context."""

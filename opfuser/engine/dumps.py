@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from .plan import Plan, shown
 
-__all__ = ["dump"]
-
 logger = logging.getLogger("opfuser")
 
 

@@ -24,17 +24,6 @@ from .plan import Plan, Step, quantizers_between, span
 from .ranges import place, range_of
 from .routing import Routing, Slot, describe
 
-__all__ = [
-    "PLAIN",
-    "Emission",
-    "Layout",
-    "Text",
-    "comment",
-    "emit_backward",
-    "emit_forward",
-    "step_name",
-]
-
 
 class Emission(NamedTuple):
     """What a program does besides calling the operations.

@@ -17,8 +17,6 @@ from ..torch_internals import FunctionalTensorMode, dispatch_functionalize
 from .passes import Kwargs, traced_forward
 from .program import Program
 
-__all__ = ["execute_exported"]
-
 
 def execute_exported(
     program: Program, input_: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs

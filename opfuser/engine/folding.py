@@ -8,21 +8,6 @@ from typing import NamedTuple
 
 from .plan import together
 
-__all__ = [
-    "Fold",
-    "NamePart",
-    "Row",
-    "joined_names",
-    "joined_numbers",
-    "joined_parts",
-    "joined_paths",
-    "layer_of",
-    "like",
-    "place_in_layer",
-    "repeated",
-    "varying",
-]
-
 
 class Fold(NamedTuple):
     """Consecutive steps of a pass, and how often they are repeated without a gap.

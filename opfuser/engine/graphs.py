@@ -14,8 +14,6 @@ import torch
 
 from .. import torch_internals as internals
 
-__all__ = ["CudaGraph", "Event", "Graph", "graph_type"]
-
 T = TypeVar("T")
 
 # One at a time: a capture changes how the allocator of its device serves its thread.

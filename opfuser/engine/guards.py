@@ -12,8 +12,6 @@ from ..context import TensorFacts, any_autocast, autocast_dtype
 from ..recipe import Recipe
 from .plan_key import CallFacts
 
-__all__ = ["MAX_RECENT", "Expression", "Guard", "Recent", "expression", "guard_of"]
-
 T = TypeVar("T")
 
 Guard: TypeAlias = Callable[

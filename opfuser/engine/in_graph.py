@@ -28,8 +28,6 @@ from ..traced_calls import Functions
 from .program import Program
 from .traced import execute
 
-__all__ = ["Places", "fits", "functions", "name_of"]
-
 Places = Sequence[tuple[dict[str, nn.Parameter | None], str]]
 
 

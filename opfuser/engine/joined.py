@@ -17,8 +17,6 @@ from ..registry import FusionHandle, registry
 from .plain_modules import replacement
 from .plan import FusionRecord, Plan, Step
 
-__all__ = ["Joint", "join_plans"]
-
 _WHY = {
     "HOOK": "carries hooks",
     "FORWARD": "has a forward of its own",

@@ -11,8 +11,6 @@ from ..fusion import Refusal
 from ..fusion_config import FusionConfig, Place, Setting, settings_at
 from ..registry import FusionHandle, registry
 
-__all__ = ["Limits", "OperationFacts"]
-
 
 class OperationFacts(NamedTuple):
     """What limits are compared with, of one operation.

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["LocalPart", "LocalPlace", "local_places", "local_values", "use_locally"]
-
 
 class LocalPart(NamedTuple):
     """How an operation uses its part of a parameter that is a DTensor over one dimension of a mesh.

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from ..errors import NotSupportedError
 
-__all__ = ["fake_value", "one_value_each", "read_through", "refuse_impure"]
-
 
 class _Known(threading.local):
     """Values computed in this thread's current call; None outside of calls."""

@@ -24,19 +24,6 @@ from .recorded_guards import Keywords, keywords_of
 from .specialized import Backward, Specialization
 from .verification import Verification
 
-__all__ = [
-    "Kwargs",
-    "Tape",
-    "backward_of_eager",
-    "execute_backward",
-    "execute_forward",
-    "located",
-    "run_recorded_backward",
-    "tells_step",
-    "traced_backward",
-    "traced_forward",
-]
-
 Kwargs = Sequence[dict[str, Any]] | None
 
 

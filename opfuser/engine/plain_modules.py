@@ -15,8 +15,6 @@ from ..context import TensorFacts, autocast_dtype
 from ..counterparts import LAYERS, Layer
 from ..op import BasicOperation, FusedOperation
 
-__all__ = ["Replacement", "assumed_output", "is_known", "replacement"]
-
 # Modules that autocast runs in its dtype.
 _LOWERED = (
     nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,

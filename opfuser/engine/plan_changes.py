@@ -11,8 +11,6 @@ from ..recipe import Recipe
 from ..registry import FusionHandle
 from .plan_key import CallFacts, PlanKey
 
-__all__ = ["changes"]
-
 _INPUT = {
     "grad_enabled": "grad mode",
     "dtype": "dtype of the input",

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..context import TensorFacts, any_autocast, autocast_dtype
 from ..recipe import Recipe
 
-__all__ = ["CallFacts", "PlanKey", "call_facts"]
-
 
 class CallFacts(NamedTuple):
     """What a plan may depend on in one call: modes, and tensors without their values.

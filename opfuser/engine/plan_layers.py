@@ -10,8 +10,6 @@ from .plain_modules import replacement
 from .plan import Step, span
 from .plan_view import PlanView, Stage
 
-__all__ = ["Layer", "StepRow", "layers"]
-
 _Parts = tuple[NamePart, ...]
 
 

@@ -35,8 +35,6 @@ from ..quantization.quantizers import multiplies
 from .plan import Plan, shown
 from .routing import describe
 
-__all__ = ["PlanLog", "report"]
-
 logger = logging.getLogger("opfuser")
 
 

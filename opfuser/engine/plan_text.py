@@ -13,8 +13,6 @@ from .plan_layers import layers
 from .plan_view import PlanView, Stage
 from .reasons import fusion_lines, places, wrapped
 
-__all__ = ["log_lines", "text"]
-
 _MOST = 8  # places of equal refusals that a line of the log lists
 
 

@@ -17,8 +17,6 @@ from .folding import Fold, Row, layer_of, like, repeated
 from .plan import Plan, Step, together
 from .routing import PrivateChannel
 
-__all__ = ["Channel", "PlanView", "Stage"]
-
 Stage = Literal["forward", "backward"]
 _TRITON = importlib.util.find_spec("triton") is not None
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

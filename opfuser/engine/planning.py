@@ -19,8 +19,6 @@ from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_
 from .plan_report import report
 from .routing import Routing
 
-__all__ = ["grad_needs", "make_plan"]
-
 _numbers = count(1)
 
 

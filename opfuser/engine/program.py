@@ -21,8 +21,6 @@ from .plan import Plan, RecordedCalls, Step
 from .routing import Routing
 from .specialized import Specializations
 
-__all__ = ["Program", "program_text"]
-
 _layouts: dict[Hashable, int] = {}
 _numbers = count()
 

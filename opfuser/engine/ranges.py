@@ -10,8 +10,6 @@ from torch.autograd.profiler import record_function
 from ..fusion import Stage
 from .plan import Plan, Step
 
-__all__ = ["place", "range_of", "replay_range"]
-
 
 def place(paths: Sequence[str], step: Step) -> str:
     """Where a step stands, as in ``layers.0.norm-linear``; empty without paths."""

@@ -14,17 +14,6 @@ from .folding import joined_names, joined_numbers, like, place_in_layer
 from .plan import FusionRecord, Plan, span, together
 from .plan_view import PlanView
 
-__all__ = [
-    "everywhere",
-    "fusion_lines",
-    "outcome",
-    "places",
-    "rules_of",
-    "switched_off",
-    "why",
-    "wrapped",
-]
-
 WIDTH = 80
 _BUILT_IN = frozenset(rule.name for rule in FUSIONS)
 _MOST_PLACES = 6

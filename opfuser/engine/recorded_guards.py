@@ -18,17 +18,6 @@ from ..events import telling
 from ..quantization.recorded import QuantizedCalls
 from .recorder import NotRecordableError, Recorder, places
 
-__all__ = [
-    "Keywords",
-    "all_inputs",
-    "guard_of_call",
-    "is_aligned",
-    "is_plain",
-    "keywords_of",
-    "kind_of",
-    "layout_of",
-]
-
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
 

@@ -16,19 +16,6 @@ from torch import Tensor
 from .. import torch_internals as internals
 from .plan import Step
 
-__all__ = [
-    "Allocation",
-    "Call",
-    "Launched",
-    "Scratch",
-    "Several",
-    "View",
-    "frugal",
-    "marked",
-    "scratch_of",
-    "unmarked",
-]
-
 # Around the names of tensors in texts. No text of a constant holds these characters: repr() of a
 # string escapes them.
 _BEGIN, _END = "\x01", "\x02"

@@ -10,8 +10,6 @@ from .emission import Text
 from .plan import Step
 from .recorded_memory import Call, frugal, scratch_of, unmarked
 
-__all__ = ["Straight", "text_of"]
-
 _LONG = 100
 
 

@@ -35,8 +35,6 @@ from .plan import Step
 from .recorded_memory import Allocation, Call, Launched, Several, View, marked
 from .recorded_text import Straight, text_of
 
-__all__ = ["NotRecordableError", "Recorder", "memory_of_all", "places"]
-
 
 class NotRecordableError(Exception):
     """Why a pass cannot be repeated by its calls alone."""

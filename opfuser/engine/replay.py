@@ -41,8 +41,6 @@ from .replay_trial import Trial
 from .replayed_call import replayed
 from .threads import thread_that_may_wait
 
-__all__ = ["Replays"]
-
 logger = logging.getLogger("opfuser")
 
 # Kinds of calls that are told apart. One of them is a call with other addresses of parameters; if

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from ..fusion import Refusal
 
-__all__ = ["Costs", "Sample", "refusal_after_trial", "refusal_before_trial"]
-
 # Seconds of the host for a forward pass, and for a forward and a backward pass, below which
 # nothing is tried: a replay launches copies of inputs and outputs besides the graph.
 _SHORTEST = (1e-4, 2e-4)

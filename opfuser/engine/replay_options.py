@@ -10,8 +10,6 @@ from typing import ClassVar
 
 from ..errors import ArgumentError
 
-__all__ = ["MODES", "ReplayOptions", "check_mode", "current", "replay"]
-
 MODES = ("off", "on", "auto")
 
 

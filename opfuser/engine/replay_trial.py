@@ -17,8 +17,6 @@ from ..fusion import Refusal
 from .graphs import Event, Graph
 from .replay_decision import Costs, Sample, refusal_after_trial, refusal_before_trial
 
-__all__ = ["Trial"]
-
 # Complete measurements of each way, and calls in which they must come: a forward pass whose
 # backward never comes gives none, and a device that lags behind gives them late.
 SAMPLES = 5

@@ -12,8 +12,6 @@ from .autograd import differentiate, returned
 from .captured import Flight
 from .steps import zeros
 
-__all__ = ["replayed"]
-
 
 def replayed(
     flight: Flight,

@@ -34,8 +34,6 @@ from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layou
 from .recorded_text import Straight
 from .recorder import NotRecordableError, Recorder, memory_of_all, places
 
-__all__ = ["Backward", "DueBackward", "Specialization", "Specializations", "unrecorded"]
-
 # Functions of one program, and kinds of calls that are told apart. Where shapes differ from call to
 # call, nothing is recorded.
 _MAX_FOUND = 8

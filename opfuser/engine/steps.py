@@ -29,19 +29,6 @@ from ..op.results import (
 from ..quantization.quantizers import Quantizer
 from ..quantization.watch import is_watched
 
-__all__ = [
-    "BackwardResults",
-    "ForwardResults",
-    "asking",
-    "handing_codes_on",
-    "may_overwrite",
-    "revived",
-    "summed",
-    "unless_watched",
-    "zero_or_none",
-    "zeros",
-]
-
 
 def asking(y: Tensor) -> Tensor:
     """An extra input from a channel, for an operation of a user that may ask for its gradient.

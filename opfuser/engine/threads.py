@@ -10,8 +10,6 @@ import sys
 import threading
 from types import FrameType
 
-__all__ = ["thread_that_may_wait"]
-
 # Files where threads begin that wait for no device: those of data loaders and their queues, of
 # notebooks, debuggers, progress bars, loggers, and pytest-xdist.
 _HARMLESS = re.compile(

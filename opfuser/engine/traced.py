@@ -21,8 +21,6 @@ from .passes import Kwargs, Tape, traced_backward, traced_forward
 from .program import Program
 from .steps import zeros
 
-__all__ = ["execute"]
-
 _OLD_DYNAMO = VERSION < (2, 12)
 
 

@@ -24,8 +24,6 @@ from ..quantization.quantizers import QuantizedTensor
 from .program import Program
 from .routing import describe
 
-__all__ = ["Verification"]
-
 
 class Verification:
     """The verification of one call.

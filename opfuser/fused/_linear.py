@@ -15,18 +15,6 @@ from ..basic.merged_linear import BasicMergedLinear, MergedBias
 from ..errors import NotSupportedError
 from ..fusion import Refusal
 
-__all__ = [
-    "BIASES",
-    "LINEARS",
-    "AnyBias",
-    "AnyLinear",
-    "backward_refusal",
-    "communication",
-    "forward_refusal",
-    "insist",
-    "linear_sum",
-]
-
 # What patterns take for a linear operation and its bias, and how these are called.
 LINEARS = (BasicLinear, BasicMergedLinear, LoRALinear)
 BIASES = (Bias, MergedBias)

@@ -20,8 +20,6 @@ from ..kernels.tracing import hint, pieces
 from ..kernels.vocabulary_slices import slice_gradient
 from ..tracing import functional
 
-__all__ = ["Head", "LossesAndGradients", "losses_and_gradients", "split"]
-
 # Up to so many chunks the gradient of a bf16 weight is summed in bf16.
 _FEW = 4
 # Rows of a chunk are a multiple of what the tiles of a GEMM are high.

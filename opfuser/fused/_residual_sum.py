@@ -20,8 +20,6 @@ from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Refusal
 from ..op import FusibleOperation
 
-__all__ = ["CHAIN", "CHAIN_AND_NORM", "GEMM", "NORM", "NORM_AND_GEMM", "SCALED_GEMM", "Taker"]
-
 _TO_GEMM = Refusal("CONFLICT", "left to the linear operation that may stand before it")
 _ELSEWHERE = Refusal("IN_PLACE", "the sum is to be written over the extra input")
 

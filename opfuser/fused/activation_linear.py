@@ -16,8 +16,6 @@ from .parts.linear import refuse
 from .parts.pipeline import Pipeline
 from .parts.quantized_linear import QuantizedLinearPart, linear_part
 
-__all__ = ["FUSION", "FUSION_WITH_SUM", "ActivationLinear"]
-
 
 class ActivationLinear(Pipeline):
     r"""Bias, a plain or gated activation, BasicLinear, Bias and AddExtraInput.

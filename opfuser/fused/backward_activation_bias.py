@@ -14,8 +14,6 @@ from ..kernels.activation import activation_backward
 from ..op import FusedOperation
 from .parts.activation import PLAIN_ACTIVATIONS
 
-__all__ = ["FUSION", "BackwardActivationBias"]
-
 
 class BackwardActivationBias(FusedOperation):
     r"""Backward of Bias and an activation: :math:`dx = dy\, f'(x + b)`, :math:`db = \sum dx`.

@@ -14,14 +14,6 @@ from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Fusion
 from ..op import FusedOperation
 
-__all__ = [
-    "FUSION_OF_LAYER_NORM",
-    "FUSION_OF_RMS_NORM",
-    "BackwardAddLayerNorm",
-    "BackwardAddNorm",
-    "BackwardAddRMSNorm",
-]
-
 
 class BackwardAddNorm(FusedOperation):
     r"""Abstract: a subclass names its norm. Backward of MakeExtraOutput and a norm.

@@ -14,8 +14,6 @@ from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 
-__all__ = ["FUSION", "BackwardLinearAdd"]
-
 
 class BackwardLinearAdd(FusedOperation):
     r"""Backward of MakeExtraOutput and BasicLinear: :math:`dx = g + dy\, W`, :math:`dW = dy^T x`.

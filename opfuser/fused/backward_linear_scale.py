@@ -14,8 +14,6 @@ from ..kernels.scalar import cast
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 
-__all__ = ["FUSION", "BackwardLinearScale"]
-
 
 class BackwardLinearScale(FusedOperation):
     r"""Backward of BasicLinear and ConstantScale: :math:`dx = s\, dy W`, :math:`dW = s\, dy^T x`.

@@ -11,8 +11,6 @@ from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import insist
 
-__all__ = ["FUSION", "BackwardQKNormRotary"]
-
 
 class BackwardQKNormRotary(FusedOperation):
     r"""Backward of QKNorm and RotaryEmbedding: the gradient turned back, then through the norm.

@@ -16,14 +16,6 @@ from ..op import FusedOperation, FusibleOperation
 from ._residual_sum import NORM
 from .parts.norm import NormPart
 
-__all__ = [
-    "FUSION_OF_LAYER_NORM",
-    "FUSION_OF_RMS_NORM",
-    "ForwardAddLayerNorm",
-    "ForwardAddNorm",
-    "ForwardAddRMSNorm",
-]
-
 
 class ForwardAddNorm(FusedOperation):
     r"""Abstract: a subclass names its norm. Forward of AddExtraInput and a norm.

@@ -14,8 +14,6 @@ from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist
 
-__all__ = ["FUSION", "ForwardLinearBiasActivation"]
-
 
 class ForwardLinearBiasActivation(FusedOperation):
     r"""Forward of BasicLinear and Bias: :math:`y = x W^T + b`, rounded once.

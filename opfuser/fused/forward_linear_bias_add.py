@@ -16,8 +16,6 @@ from ..op import FusedOperation, FusibleOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import GEMM
 
-__all__ = ["FUSION", "ForwardLinearBiasAdd"]
-
 
 class ForwardLinearBiasAdd(FusedOperation):
     r"""Forward of BasicLinear, Bias and AddExtraInput: :math:`y = z + x W^T + b`.

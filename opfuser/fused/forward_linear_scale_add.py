@@ -17,8 +17,6 @@ from ..op import FusedOperation, FusibleOperation
 from ._linear import LINEARS, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import SCALED_GEMM
 
-__all__ = ["FUSION", "ForwardLinearScaleAdd"]
-
 
 class ForwardLinearScaleAdd(FusedOperation):
     r"""Forward of BasicLinear, ConstantScale and AddExtraInput: :math:`y = z + s\, x W^T`.

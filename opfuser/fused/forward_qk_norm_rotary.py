@@ -12,8 +12,6 @@ from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, in_compute_dtype
 from ._linear import insist
 
-__all__ = ["FUSION", "ForwardQKNormRotary"]
-
 
 class ForwardQKNormRotary(FusedOperation):
     r"""Forward of QKNorm and RotaryEmbedding: :math:`y = R(\mathrm{norm}(x))`, rounded once.

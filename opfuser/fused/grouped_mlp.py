@@ -34,8 +34,6 @@ from ..gemm import RowGroups
 from ..kernels.scalar import cast
 from ..op import BasicOperation, FusedOperation
 
-__all__ = ["FUSION", "GroupedMLP"]
-
 
 class _Unsaved(GroupedProducts):
     """Products whose input is recomputed in backward."""

@@ -18,8 +18,6 @@ from ..op import FusedOperation
 from ._linear import backward_refusal, forward_refusal, insist
 from ._loss_chunks import Head, losses_and_gradients
 
-__all__ = ["FUSION", "LinearCrossEntropy"]
-
 
 class LinearCrossEntropy(FusedOperation):
     r"""Mean or sum of the cross entropy of :math:`x W^T` with class indices, and its gradients.

@@ -16,8 +16,6 @@ from .parts.pipeline import Pipeline
 from .parts.quantized_linear import linear_part
 from .pointwise_norm import PointwiseNorm
 
-__all__ = ["FUSION", "NormLinear"]
-
 Norm = RMSNorm | LayerNorm | PointwiseNorm
 
 

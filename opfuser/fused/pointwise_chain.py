@@ -10,8 +10,6 @@ from ._residual_sum import CHAIN
 from .parts.chain import ChainPart, accepts, active, refuse
 from .parts.pipeline import Pipeline
 
-__all__ = ["FUSION", "PointwiseChain"]
-
 
 class PointwiseChain(Pipeline):
     r"""Forward and backward of a chain of element-wise operations, each as one kernel.

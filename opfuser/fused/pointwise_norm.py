@@ -14,8 +14,6 @@ from .parts.chain import accepts, active, refuse
 from .parts.chain_norm import ChainNormPart
 from .parts.pipeline import Pipeline
 
-__all__ = ["FUSION", "PointwiseNorm"]
-
 
 class PointwiseNorm(Pipeline):
     r"""A chain of element-wise operations, MakeExtraOutput, and RMSNorm or LayerNorm.

@@ -46,8 +46,6 @@ from ..quantization.quantizers import (
 )
 from ..recipe import Recipe
 
-__all__ = ["FUSION", "QuantizedGroupedLinear"]
-
 
 class QuantizedGroupedLinear(FusedOperation):
     r"""GroupedLinear, as a recipe of quantised compute says.

@@ -12,8 +12,6 @@ from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
 from .parts.pipeline import Pipeline
 from .parts.quantized_linear import QuantizedLinearPart
 
-__all__ = ["FUSION", "QuantizedLinear"]
-
 
 class QuantizedLinear(Pipeline):
     r"""BasicLinear and Bias, as a recipe of quantised compute says.

@@ -19,8 +19,6 @@ from .parts.norm import NormPart
 from .parts.pipeline import Pipeline
 from .parts.quantized_linear import linear_part
 
-__all__ = ["FUSION", "FUSION_WHERE_ASKED", "RecomputeMLP"]
-
 
 class RecomputeMLP(Pipeline):
     r"""AddExtraInput, MakeExtraOutput, a norm, two linears and the activation between them.

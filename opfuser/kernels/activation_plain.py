@@ -11,8 +11,6 @@ from .cpu_blocks import at_once, row_blocks
 from .scalar import FunctionSpec, ScalarFunction, cast, wide_dtype
 from .tiling import empty_contiguous
 
-__all__ = ["ActivationGrads", "backward_plain", "dx_plain", "forward_plain"]
-
 
 class ActivationGrads(NamedTuple):
     """What backward returns, None where it was not wanted.

@@ -12,14 +12,6 @@ from ..torch_internals import CLAMP_PASSES_AT_LIMITS
 from .functions import Swish
 from .scalar import Backward, ScalarFunction, grad_input, reuse, rounded_once, wide_dtype
 
-__all__ = [
-    "ClampedSwish",
-    "ShiftedClamp",
-    "SoftCap",
-    "SoftCappedSquaredRelu",
-    "SoftCappedSwish",
-]
-
 _aten = torch.ops.aten
 
 

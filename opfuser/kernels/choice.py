@@ -13,8 +13,6 @@ import torch
 
 from .launch import DTYPES, runs
 
-__all__ = ["kernel_or_plain"]
-
 _Result = TypeVar("_Result")
 
 

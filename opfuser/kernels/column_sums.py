@@ -11,8 +11,6 @@ from torch import Tensor
 from .launch import Launch
 from .tiling import TiledLaunch, cdiv
 
-__all__ = ["sum_columns"]
-
 
 @dataclass(frozen=True)
 class _Tile:

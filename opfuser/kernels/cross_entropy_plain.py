@@ -11,25 +11,6 @@ from torch import Tensor
 from ..recording import seen_whole
 from .scalar import cast, wide_dtype
 
-__all__ = [
-    "LossGradient",
-    "MeanLoss",
-    "RowLosses",
-    "Terms",
-    "aten_gradient",
-    "aten_loss",
-    "backward",
-    "blocks_of_rows",
-    "by_aten",
-    "classes_of_rows",
-    "forward",
-    "gradient",
-    "losses_of_rows",
-    "mean",
-    "scaled",
-    "scaled_rows",
-]
-
 _aten = torch.ops.aten
 
 # Logits worked on at a time: on a CPU per thread, a quarter of its L2 cache in fp32; on a GPU

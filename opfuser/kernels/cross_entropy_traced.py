@@ -18,8 +18,6 @@ from .cross_entropy_plain import (
 )
 from .scalar import cast, wide_dtype
 
-__all__ = ["backward", "forward", "gradient", "scaled"]
-
 
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""

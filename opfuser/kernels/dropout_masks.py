@@ -8,8 +8,6 @@ from torch import Tensor
 from .pointwise import draw_seed, draws_seeds, dropout
 from .pointwise_plain import rescale
 
-__all__ = ["draw_mask", "masked"]
-
 
 def draw_mask(x: Tensor, p: float) -> Tensor:
     """A mask for a tensor like x: a seed, int64, where kernels run, else a bool for each entry."""

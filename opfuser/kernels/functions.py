@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from .scalar import Backward, ScalarFunction, grad_input, reuse, rounded_once
 
-__all__ = ["GeluErf", "GeluTanh", "Relu", "Scale", "Sigmoid", "SquaredRelu", "Swish"]
-
 _aten = torch.ops.aten
 
 

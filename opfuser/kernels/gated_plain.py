@@ -15,16 +15,6 @@ from ..tracing import columns, each_column, joined_columns
 from .cpu_blocks import at_once, row_blocks
 from .scalar import ScalarFunction, cast, wide_dtype
 
-__all__ = [
-    "GatedGrads",
-    "Glu",
-    "ProductSpec",
-    "backward_plain",
-    "backward_traced",
-    "forward_plain",
-    "product_spec",
-]
-
 
 @dataclass(frozen=True)
 class Glu:

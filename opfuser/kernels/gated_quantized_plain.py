@@ -21,14 +21,6 @@ from .quantize_plain import (
 )
 from .scalar import cast, wide_dtype
 
-__all__ = [
-    "SAVED",
-    "GatedGrads",
-    "GatedOutput",
-    "backward_quantized_plain",
-    "forward_quantized_plain",
-]
-
 # How x is saved. Scales that are no powers of two leave 3 % less error of normal values, and of
 # values with outliers 18 %.
 SAVED = BlockScaling(torch.float8_e4m3fn, power_of_two=False)

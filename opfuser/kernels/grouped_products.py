@@ -20,8 +20,6 @@ from .launch import FP8, Launch, has_fp8
 from .quantize import BLOCK
 from .tiling import cdiv
 
-__all__ = ["columns_by_columns", "rows_by_matrices", "takes_scaled_grouped_mm"]
-
 # Two operands of 16 KiB, four steps ahead. On an H200 with torch 2.11 and triton 3.6, TFLOP/s of
 # gradients of inputs (E5M2 by E4M3) and of weights: 664 and 607 of 128 experts of 2048 x 768 with
 # 1024 rows each, 872 and 810 of 8 of 4096 x 14336 with 4096 rows. In blocks, of outputs and inputs

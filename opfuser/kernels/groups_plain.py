@@ -24,19 +24,6 @@ from .quantize_plain import (
     scale_for_plain,
 )
 
-__all__ = [
-    "GroupScaling",
-    "VectorScaling",
-    "by_blocks_in_groups_plain",
-    "by_vectors_plain",
-    "columns_by_columns_plain",
-    "count_rows",
-    "group_ends_plain",
-    "maxima_plain",
-    "padded_size",
-    "rows_by_matrices_plain",
-]
-
 
 class VectorScaling(NamedTuple):
     """A scale for each row, and by columns for each column of each group, from largest values.

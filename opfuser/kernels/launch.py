@@ -25,18 +25,6 @@ from ..errors import CompilerError
 from ..recording import watching
 from ..tracing import functional
 
-__all__ = [
-    "INTERPRETED",
-    "Launch",
-    "Recorded",
-    "has_fp4",
-    "has_fp8",
-    "multiprocessors",
-    "recorded",
-    "runs",
-    "tell_compilations",
-]
-
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -31,9 +31,6 @@ from .microscaling_plain import E8M0, FP4, TAIL, TRANSFORM, mxfp8_plain, nvfp4_p
 from .quantize import Codes, Tile, add_up, empty_codes, empty_sums
 from .tiling import cdiv, rows_of
 
-__all__ = ["quantize_mxfp8", "quantize_nvfp4"]
-
-
 # A tile has whole tiles of scales in both layouts. With 128 rows of NVFP4, stochastic rounding
 # would spill.
 _NVFP4 = Tile(64, 128, 8)

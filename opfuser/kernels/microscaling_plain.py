@@ -15,24 +15,6 @@ from torch.nn.functional import pad
 from .philox import philox
 from .quantize_plain import BLOCK, Codes, column_sum_plain, encode, largest
 
-__all__ = [
-    "E8M0",
-    "FP4",
-    "TAIL",
-    "TRANSFORM",
-    "block_scales",
-    "dequantized_rows",
-    "dithered",
-    "fp4_codes",
-    "mxfp8_plain",
-    "nvfp4_plain",
-    "scales_of_part",
-    "swizzled",
-    "tensor_scale",
-    "transformed",
-    "values_of",
-]
-
 FP4 = torch.float4_e2m1fn_x2
 E8M0 = torch.float8_e8m0fnu
 MXFP8_BLOCK = 32

@@ -19,20 +19,6 @@ from .launch import Launch, multiprocessors
 from .norm_plain import NormForward, NormGrads
 from .tiling import cdiv, empty_contiguous
 
-__all__ = [
-    "FORWARD",
-    "MAX_CHAIN_ROW",
-    "MAX_COLS",
-    "RowLaunch",
-    "Tile",
-    "backward",
-    "chain_forward_launch",
-    "forward",
-    "forward_tile",
-    "share_of_sum",
-    "strided_rows",
-]
-
 _Y_WEIGHT = 7  # its position in launches of backward
 
 # Longer rows are left to plain torch.

@@ -16,8 +16,6 @@ from torch import Tensor
 from .cpu_blocks import at_once
 from .scalar import cast, wide_dtype
 
-__all__ = ["NormForward", "NormGrads", "norm_backward", "norm_forward"]
-
 
 class NormForward(NamedTuple):
     """A norm and what was computed on the way; None is what was not asked for.

@@ -15,8 +15,6 @@ from .norm import norm_forward
 from .quantize_plain import Codes, Scaling, quantize_plain
 from .scalar import cast, wide_dtype
 
-__all__ = ["QuantizedNorm", "cols_quantized_plain", "forward_quantized_plain"]
-
 
 class QuantizedNorm(NamedTuple):
     """As ``NormForward``, with codes of the norm by rows.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["philox"]
-
 # What the device function calls ROUNDS.
 _ROUNDS = 7
 _WORD = 2**32 - 1

@@ -14,20 +14,6 @@ from torch import Tensor
 from .philox import philox
 from .scalar import ScalarFunction, cast, wide_dtype
 
-__all__ = [
-    "ADD",
-    "BIAS",
-    "DROPOUT",
-    "FUNCTION",
-    "KEEP",
-    "ChainGrads",
-    "ChainResult",
-    "Link",
-    "Wants",
-    "backward",
-    "forward",
-]
-
 FUNCTION, BIAS, ADD, DROPOUT, KEEP = range(5)
 
 _WORD = 2**32 - 1

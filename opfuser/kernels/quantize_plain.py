@@ -11,29 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = [
-    "BLOCK",
-    "BlockScaling",
-    "Codes",
-    "MeasuredScaling",
-    "Scaling",
-    "TensorScaling",
-    "amax_plain",
-    "by_blocks_plain",
-    "by_squares_plain",
-    "by_tensor_plain",
-    "column_sum_plain",
-    "dequantize",
-    "encode",
-    "given_scaling",
-    "in_fours",
-    "largest",
-    "quantize_plain",
-    "raise_amax",
-    "scale_for_plain",
-    "transpose_plain",
-]
-
 # Columns, or rows, that share a scale; and what rows are padded to.
 BLOCK = 128
 

@@ -15,18 +15,6 @@ from torch import Tensor
 from ..torch_internals import softmax_backward
 from .row_map_plain import counts
 
-__all__ = [
-    "LossGrads",
-    "RouterLosses",
-    "RouterSettings",
-    "Routing",
-    "backward",
-    "choice",
-    "forward",
-    "scores_of",
-    "widened",
-]
-
 # Keeps the sum of scores that are all 0 from dividing by 0.
 _TINY = 1e-20
 

@@ -13,20 +13,6 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = [
-    "RowMap",
-    "counts",
-    "inverse",
-    "must_be_experts",
-    "picked",
-    "row_copies",
-    "row_sums",
-    "row_sums_traced",
-    "sort",
-    "tokens",
-    "weighted_grads",
-]
-
 
 class RowMap(NamedTuple):
     """Where rows go, int64.

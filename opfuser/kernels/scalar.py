@@ -17,17 +17,6 @@ from torch import Tensor
 from ..tracing import stands_in
 from .cpu_blocks import at_once, block_size
 
-__all__ = [
-    "Backward",
-    "FunctionSpec",
-    "ScalarFunction",
-    "cast",
-    "grad_input",
-    "reuse",
-    "rounded_once",
-    "wide_dtype",
-]
-
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor.to(dtype)``, ten times cheaper where nothing is to be done."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .quantize_plain import scale_for_plain
 
-__all__ = ["KeptScales", "update_plain"]
-
 
 class KeptScales(NamedTuple):
     """What an operation keeps of its three kinds of tensors, and how it changes.

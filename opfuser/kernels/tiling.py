@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .launch import Launch, multiprocessors
 
-__all__ = ["TileRule", "TiledLaunch", "cdiv", "empty_contiguous", "power_of_two", "rows_of", "tile"]
-
 
 def cdiv(a: int, b: int) -> int:
     """``a / b``, rounded up."""

@@ -13,8 +13,6 @@ import torch
 
 from ..tracing import exporting
 
-__all__ = ["hint", "pieces"]
-
 
 def hint(size: int) -> int:
     """The size in the traced call, without fixing it; a size that is fixed as it is."""

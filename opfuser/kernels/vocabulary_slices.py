@@ -23,8 +23,6 @@ from .cross_entropy_plain import RowLosses, Terms, blocks_of_rows
 from .scalar import cast, wide_dtype
 from .tiling import cdiv
 
-__all__ = ["Classes", "merged_losses", "slice_gradient", "slice_statistics"]
-
 # What a rank tells of a row: largest logit, sum of exponentials, logit of the target, sum.
 _STATISTICS = 4
 

@@ -9,8 +9,6 @@ from .. import torch_internals as internals
 from ..recording import seen_whole
 from .launch import runs
 
-__all__ = ["zero_for", "zeros_for"]
-
 _COUNT = 128
 # In fp32. The address of each is a multiple of 16, which Triton tells apart from others.
 _APART = 4

@@ -16,8 +16,6 @@ from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import NotSupportedError
 from opfuser.op import BasicOperation
 
-__all__ = ["Over", "check_linear", "keep_recipe", "refuse", "replicate"]
-
 _SEQUENCE = 1  # of (batch, sequence, features)
 
 

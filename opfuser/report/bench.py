@@ -19,8 +19,6 @@ from .machine import machine
 from .target import Target, failed, plans
 from .traffic import outputs_of
 
-__all__ = ["Bench", "Contestant", "Spread", "bench"]
-
 FUSED, UNFUSED, COMPILED, UNTOUCHED = "fused", "unfused", "torch.compile", "transformers"
 _WARM_UP = 3  # steps
 _SAMPLE = 0.02  # seconds that a sample takes at least, if 20 steps are enough for that

@@ -15,8 +15,6 @@ from ..errors import TargetError
 from ..registry import effective
 from .inputs import said
 
-__all__ = ["Command", "Found", "Outcome", "candidates", "find", "minimal"]
-
 _NOT_STARTED = (126, 127)  # what a shell returns for a command that it cannot run
 
 

@@ -17,8 +17,6 @@ from ..integrations.conversion import from_torch
 from ..sequential import Sequential
 from .target import Target, moved, plans
 
-__all__ = ["CONVERSIONS", "Conversion", "no_sequences"]
-
 _T = TypeVar("_T")
 
 

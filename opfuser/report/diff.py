@@ -33,8 +33,6 @@ from .plan_json import document, explained
 from .sizes import in_bytes
 from .target import Target
 
-__all__ = ["around", "check_fusion_name", "difference", "is_empty", "matches", "text"]
-
 _Document = Mapping[str, Any]
 _Labels = tuple[str, ...]
 

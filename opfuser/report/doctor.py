@@ -21,8 +21,6 @@ from ..torch_internals import TESTED
 from . import gpu_problems
 from .machine import machine
 
-__all__ = ["Examination", "Row", "examine"]
-
 KNOWN_VARIABLES = (
     "OPFUSER_CONFIG",
     "OPFUSER_DISABLE",

@@ -10,8 +10,6 @@ import torch
 from .. import compilers
 from ..attention import cudnn_versions
 
-__all__ = ["is_built_for", "of_unused", "of_used"]
-
 _OLDEST = 8, 0  # what kernels are compiled for by the tests
 _DRIVER = "/dev/nvidiactl"  # is there where a driver is loaded
 

@@ -20,8 +20,6 @@ from ..integrations.hf.examples import input_shape
 from ..libraries import imported
 from .inputs import did_you_mean, said
 
-__all__ = ["PREFIX", "build", "call_inputs", "decide_without_values", "quiet_and_offline"]
-
 PREFIX = "hf:"
 _ROWS, _TOKENS = 8, 512
 _COMMON = {  # what every configuration takes, whether its defaults name it or not

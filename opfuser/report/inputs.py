@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from ..errors import TargetError
 
-__all__ = ["DTYPES", "as_text", "did_you_mean", "examples", "named_dtype", "said", "tensor"]
-
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,

@@ -16,8 +16,6 @@ from ..attention.choice import KERNELS, expanded
 from ..kernels.launch import Recorded, recorded
 from ..torch_internals import memory_of, schema_of, storage_address
 
-__all__ = ["Counts", "KernelCounter", "counting", "size_of"]
-
 
 class Counts(NamedTuple):
     """What a part of a computation launches.

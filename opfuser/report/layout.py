@@ -12,8 +12,6 @@ from ..engine.plan import Step
 from ..engine.plan_view import PlanView
 from .shapes import CHARACTER, KIND, SMALL
 
-__all__ = ["MARGIN", "Layout", "Line", "Section"]
-
 MARGIN = 96  # pixels for the names of the rows
 _LINE = 1180  # behind which columns go on in another line
 _GAP, _NEAR = 30, 12  # between steps, and inside of one

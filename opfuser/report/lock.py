@@ -41,17 +41,6 @@ from .conversion import no_sequences
 from .inputs import as_text
 from .target import Target
 
-__all__ = [
-    "ALLOW_NONE",
-    "LOCK",
-    "compared",
-    "entry_of",
-    "read",
-    "refuse_nothing",
-    "text",
-    "updated",
-]
-
 LOCK, CHECK = "opfuser.lock/1", "opfuser.check/1"
 ALLOW_NONE = "or pass --allow-none if nothing is to be checked"
 

@@ -14,8 +14,6 @@ import torch
 from .. import __version__
 from ..errors import counted
 
-__all__ = ["machine", "summary"]
-
 PACKAGES = ("triton", "liger-kernel", "quack-kernels", "transformer-engine")
 
 

@@ -15,8 +15,6 @@ from ..errors import ArgumentTypeError
 from ..sequential import Sequential
 from ..torch_internals import modules_called_by
 
-__all__ = ["SequenceCall", "calls_seen", "observed"]
-
 
 class SequenceCall(NamedTuple):
     """One call of a Sequential inside a model.

@@ -23,8 +23,6 @@ from .shapes import DARK, FONT, LIGHT
 from .sizes import in_bytes
 from .traffic import ModelTraffic, StepTraffic, Traffic
 
-__all__ = ["page"]
-
 _TEMPLATE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 

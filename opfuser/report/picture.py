@@ -18,8 +18,6 @@ from .sizes import in_bytes
 if TYPE_CHECKING:  # at run time it would import what counts kernels
     from .traffic import Totals, Traffic
 
-__all__ = ["card", "picture"]
-
 # Pixels.
 _PAD, _STRIP = 6, 15  # between a box and its frame, and below the boxes, for the frame's name
 _SAVED = 46  # between the passes

@@ -43,17 +43,6 @@ from ..errors import TargetError
 from .target import Target, plans
 from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
 
-__all__ = [
-    "EXPLAIN",
-    "PLAN",
-    "Explained",
-    "document",
-    "equal_plans",
-    "explained",
-    "plan_data",
-    "read",
-]
-
 EXPLAIN, PLAN = "opfuser.explain/1", "opfuser.plan/1"
 
 

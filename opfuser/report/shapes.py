@@ -4,23 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-__all__ = [
-    "CHARACTER",
-    "DARK",
-    "FONT",
-    "KIND",
-    "LIGHT",
-    "SMALL",
-    "STYLE",
-    "arrow",
-    "cut",
-    "head",
-    "path",
-    "rect",
-    "text",
-    "titled",
-]
-
 KIND, SMALL = 11.5, 9.5  # sizes of fonts in pixels
 CHARACTER = 0.61  # width of one of a monospaced font, in em
 LIGHT = (

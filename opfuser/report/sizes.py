@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["in_bytes"]
-
 
 def in_bytes(count: int) -> str:
     """A number of bytes for people, such as ``1.5 GiB``."""

@@ -22,8 +22,6 @@ from .inputs import did_you_mean, examples, said, tensor
 from .kernel_counts import counting
 from .observing import SequenceCall, observed
 
-__all__ = ["Target", "calls", "failed", "load", "moved", "plans"]
-
 
 class Target(NamedTuple):
     """A model and the inputs of one call of it.

@@ -41,17 +41,6 @@ from .observing import observed
 from .sizes import in_bytes
 from .target import Target, failed, moved
 
-__all__ = [
-    "ModelTraffic",
-    "StepTraffic",
-    "Totals",
-    "Traffic",
-    "model_traffic",
-    "outputs_of",
-    "total",
-    "traffic",
-]
-
 
 class StepTraffic(NamedTuple):
     """What one step of a plan does in one call of the model, however often that calls the step.

@@ -36,8 +36,6 @@ from .._residual_sum import CHAIN
 from .activation import PLAIN_ACTIVATIONS
 from .part import Gradients, Part, PartGrads, Wanted
 
-__all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
-
 _ACCEPTED = frozenset((*PLAIN_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
 _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 

@@ -17,8 +17,6 @@ from .chain import ChainCall, ChainPart
 from .norm import NormPart
 from .part import PLAIN, Part, PartGrads, Wanted, no_gradients
 
-__all__ = ["ChainNormPart"]
-
 
 class ChainNormPart(Part):
     """A chain of element-wise operations, an optional MakeExtraOutput of its result, and a norm.

@@ -25,8 +25,6 @@ from .._linear import (
 )
 from .part import Gradients, Part, PartGrads, Wanted
 
-__all__ = ["LinearPart", "refuse"]
-
 
 def refuse(linears: Sequence[AnyLinear], env: Env) -> Refusal | None:
     """The refusal where nothing would be saved, or where ranks exchange data around a GEMM."""

@@ -14,8 +14,6 @@ from ...op import compute_dtype
 from ...quantization.quantizers import Quantizer
 from .part import Gradients, Part, PartGrads, Wanted
 
-__all__ = ["NormPart"]
-
 
 class NormPart(Part):
     """A norm; before it an optional residual sum and an optional MakeExtraOutput of that sum.

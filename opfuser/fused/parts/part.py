@@ -12,17 +12,6 @@ from ...context import Contexts, Extras
 from ...op import BasicOperation
 from ...quantization.quantizers import QuantizedTensor, Quantizer
 
-__all__ = [
-    "PLAIN",
-    "PLAIN_WITH_OUTPUT",
-    "Gradients",
-    "Part",
-    "PartGrads",
-    "Value",
-    "Wanted",
-    "no_gradients",
-]
-
 Value = Tensor | QuantizedTensor
 Gradients = tuple[Tensor | None, ...]
 

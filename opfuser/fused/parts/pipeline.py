@@ -26,8 +26,6 @@ from ...quantization.watch import is_watched
 from ...tracing import stands_in
 from .part import PLAIN, PLAIN_WITH_OUTPUT, Gradients, Part, Wanted, no_gradients
 
-__all__ = ["Edge", "Pipeline"]
-
 
 class Edge(Enum):
     """How backward gets the tensor between two parts.

@@ -35,8 +35,6 @@ from .._linear import AnyBias, AnyLinear
 from .linear import LinearPart
 from .part import Gradients
 
-__all__ = ["QuantizedLinearPart", "linear_part"]
-
 
 def linear_part(
     linear: AnyLinear,

@@ -31,8 +31,6 @@ from .sequences import Blocked, blocked
 from .todo import Estimate, Instance, MissedFusion, Todo
 from .tracing import Place, Trace, facts_of, trace
 
-__all__ = ["audit"]
-
 
 class _Site(NamedTuple):
     """One finding before equal ones are put together."""

@@ -19,19 +19,6 @@ from .finding import Found
 from .operations import GATED, operation
 from .tracing import VIEWS, Trace, facts_of, name_of
 
-__all__ = [
-    "Chain",
-    "Fused",
-    "Residual",
-    "chains",
-    "fused",
-    "inputs_of",
-    "merged",
-    "parts_of",
-    "residuals",
-    "signature",
-]
-
 
 class Chain(NamedTuple):
     """Operations of which each reads the output of the one before it.

@@ -20,8 +20,6 @@ from ..target import Target
 from ..traffic import ModelTraffic, model_traffic
 from .tracing import Facts, facts_of, name_of
 
-__all__ = ["Cost", "like", "of_nodes", "of_sequence", "only", "segment", "unfused"]
-
 
 class Cost(NamedTuple):
     """What one call of some operations takes more than their fusion, forward and backward.

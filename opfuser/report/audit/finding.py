@@ -20,8 +20,6 @@ from ...reading.values import Values
 from .formulas import Formula, formulas_of
 from .tracing import CASTS, VIEWS, Trace, facts_of, is_in_place, item, name_of
 
-__all__ = ["Found", "find"]
-
 _ORIGINS: dict[str, Origin] = {"placeholder": "input", "get_attr": "parameter"}
 
 

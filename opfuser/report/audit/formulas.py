@@ -20,8 +20,6 @@ from ...reading.projections import linear_of, vector_of
 from ...reading.replay import source_of
 from ...reading.values import Values
 
-__all__ = ["Formula", "formulas_of"]
-
 
 class Formula(NamedTuple):
     """An operation whose result a value is.

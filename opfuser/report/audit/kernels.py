@@ -11,8 +11,6 @@ import opfuser
 
 from ...libraries import installed
 
-__all__ = ["KNOWN", "Existing", "Kernel", "Recommendation", "advice", "look_up"]
-
 Source = Literal["opfuser", "torch", "triton", "cuda"]
 Recommendation = Literal["use_existing_kernel", "needs_triton", "defer"]
 

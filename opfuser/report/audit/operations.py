@@ -16,8 +16,6 @@ from ..target import moved
 from .finding import Found
 from .tracing import facts_of
 
-__all__ = ["GATED", "operation"]
-
 GATED = {name: row.operation for name, row in ACTIVATIONS.items() if row.gate is not None}
 _PLAIN: dict[str, Callable[[], nn.Module]] = {
     "add": basic.AddExtraInput,

@@ -21,8 +21,6 @@ from .segments import expression
 from .sequences import blocked
 from .tracing import Place, Trace, name_of, trace
 
-__all__ = ["Tried", "paths_of", "places_of", "tried", "under", "written"]
-
 
 class _Step(NamedTuple):
     """A step that a fusion built.

@@ -15,8 +15,6 @@ from torch.overrides import resolve_name
 
 from .tracing import Place
 
-__all__ = ["expression", "function", "line", "located", "modules", "nodes", "statements"]
-
 
 def expression(path: str) -> str:
     """A module of ``model`` as Python code."""

@@ -28,8 +28,6 @@ from ..target import moved
 from .estimates import Cost, of_sequence, segment, unfused
 from .segments import expression
 
-__all__ = ["Blocked", "blocked"]
-
 # Refusals that say that nothing is lost: another fusion is better or has the operations, there is
 # no kernel for this device, nobody asked for it, there is no gradient, or what stands between has
 # no like among the operations.

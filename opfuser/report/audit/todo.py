@@ -10,8 +10,6 @@ from ...errors import NotSupportedError
 from ...fusion import Refusal
 from .kernels import Existing
 
-__all__ = ["SCHEMA", "Estimate", "Instance", "MissedFusion", "Todo"]
-
 SCHEMA = "opfuser.fusion_todo/1"
 
 

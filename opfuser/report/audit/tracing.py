@@ -21,11 +21,6 @@ from ...sequential import Sequential
 from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed
 
-__all__ = [
-    "CASTS", "VIEWS", "Facts", "Place", "Trace",
-    "facts_of", "is_in_place", "item", "name_of", "trace",
-]  # fmt: skip
-
 CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous"})
 VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
