@@ -168,47 +168,6 @@ def test_as_exact_as_the_formula(name: str, queries: str, monkeypatch: pytest.Mo
     assert op.last_choice.kernel == (mode.kernel if queries == "all" else "blockwise")
 
 
-def test_what_sees_no_key_is_0() -> None:
-    hidden = torch.ones(2, 9, dtype=torch.bool)
-    hidden[1] = False
-    for mask in (hidden, torch.zeros(2, 9).masked_fill(~hidden, -math.inf)):
-        for kernel in ("cpu", "blockwise"):
-            op, (x,) = make(MODES["sinks"], kernel=kernel)
-            x.requires_grad_()
-            y = op(x, mask=mask)
-            dx, dsinks = torch.autograd.grad(y.square().sum(), (x, op.sinks))
-            assert y[0].ne(0).all()
-            assert dx[0].ne(0).any()
-            assert not y[1].any()
-            assert not dx[1].any()
-            assert dsinks.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["padding", "mask", "cross", "window"])
-def test_same_as_scaled_dot_product_attention(name: str) -> None:
-    """In the words of torch, whose masks are given whole."""
-    mode = MODES[name]
-    op, tensors = make(mode)
-    tensors = [t.requires_grad_() for t in tensors]
-    split = inputs.split(tensors[0], op.settings) if len(tensors) == 1 else None
-    q, k, v = split or inputs.heads_of(*tensors, op.settings)  # type: ignore[arg-type]
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    if op.causal:
-        seen = seen.tril()
-    if op.window is not None:
-        seen = seen.triu(1 - op.window)
-    mask = mode.keywords.get("mask")
-    if mask is not None:
-        seen = seen & (mask if mask.dim() == 4 else mask[:, None, None])
-    want = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
-    want = want.transpose(1, 2).flatten(2)
-    got = op(*tensors, **mode.keywords)
-    torch.testing.assert_close(got, want)
-    dy = torch.randn_like(want)
-    grads = [torch.autograd.grad(y, tensors, dy, retain_graph=True) for y in (got, want)]
-    torch.testing.assert_close(*grads)
-
-
 @pytest.mark.parametrize("layout", ["packed", "separate"])
 def test_gradients_of_a_subset_of_the_inputs(layout: str) -> None:
     """Those of the others are not returned, and those of sinks and bias not without need."""
