@@ -175,6 +175,14 @@ def test_an_operation_reads_a_channel_twice() -> None:
     same(grads(seq(x), [x]), grads(7 * x, [x]))
 
 
+def test_extra_inputs_of_the_caller_have_their_own_gradients() -> None:
+    x, a, b, c = (randn(2, 3, grad=True) for _ in range(4))
+    seq = Sequential(Twins(), Times(), Reader(5.0))
+    expected = (x + 2 * a + 3 * b) * seq[1].w + 5 * c
+    wrt = [x, a, b, c, seq[1].w]
+    same(grads(seq(x, a, b, c), wrt), grads(expected, wrt))
+
+
 @pytest.mark.parametrize("read", ["output", "extra"])
 def test_steps_that_no_gradient_reaches_do_not_run(read: str) -> None:
     ran: list[str] = []
