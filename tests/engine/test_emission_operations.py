@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser import Sequential
+from opfuser import ConstantScale, Sequential
 from opfuser.op import BasicOperation, FusedOperation
 from opfuser.recipe import Float8BlockScaling
-from tests.engine.emission_toys import Scaled, ScaledTap
+from tests.engine.emission_toys import KEYWORDS, KeywordTap, Scaled, ScaledTap, with_keywords
 from tests.engine.toys import (
     F64,
+    Power,
     Times,
     grads,
     randn,
@@ -167,6 +168,16 @@ def test_settings_are_those_of_the_forward(kind: type[Scaled]) -> None:
     for y, factor in ((first, 6), (second, 15)):
         same(y, factor * x)
         same(grads(y, [x]), grads(factor * x, [x]))
+
+
+def test_keywords_reach_their_operations_and_no_later_call() -> None:
+    seq = Sequential(Power(), KeywordTap(), ConstantScale(2.0), Power())
+    x = randn(2, 3, grad=True)
+    for _ in range(2):
+        found, expected = seq(x, op_kwargs=KEYWORDS), with_keywords(x)
+        same(found, expected)
+        same(grads(found, [x]), grads(expected, [x]))
+        same(seq(x), (2 * x, x))
 
 
 # What operations of users may return.
