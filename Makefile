@@ -13,13 +13,14 @@ READY := $(VENV)/.ready
 VERSIONS := $(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt))
 TEST_VERSIONS := $(VERSIONS:%=test-%)
 
-.PHONY: help train train-distributed soak test test-gpu test-versions $(TEST_VERSIONS) sweep check lint format types imports docs dist bench
+.PHONY: help train train-distributed soak test quick test-gpu test-versions $(TEST_VERSIONS) sweep check lint format types imports docs dist bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
 	@echo "make train-distributed"
 	@echo "             train it on two processes         PROCESSES=n, ARGS='...'"
 	@echo "make test    run all tests, on all cores  ARGS='...' for pytest's options"
+	@echo "make quick   run planning's tests and some of each other kind, in a minute or so, while writing"
 	@echo "make test-versions"
 	@echo "             run all tests with every torch that is supported, one after the other"
 	@echo "             ($(TEST_VERSIONS)): downloads gigabytes"
@@ -55,6 +56,19 @@ PYTEST := pytest --numprocesses auto --dist worksteal --durations 20
 
 test: $(READY)
 	$(BIN)/python -m $(PYTEST) $(ARGS)
+
+# A file or two for each kind of promise, without what starts processes or compiles.
+QUICK := planning contract/test_channels.py contract/test_checkpoints.py contract/test_dtypes.py \
+  contract/test_weight_gradients.py basic/test_all.py checks/test_every_operation.py \
+  fused/test_linear_add.py fused/test_norm_linear.py engine/test_errors.py engine/test_programs.py \
+  engine/test_recorder.py replay/test_values.py quantization/test_values.py \
+  quantization/test_region.py applying/test_models.py reading/test_families.py \
+  integrations/test_torch_nn.py models/test_decoder.py packaging/test_import.py \
+  checks/test_planted_faults.py
+
+quick: $(READY)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -q -m "not slow" \
+	  $(QUICK:%=tests/%) $(ARGS)
 
 # With the torch of a machine that has a GPU, and not that of .venv. Each process is handed runs of
 # tests in their order, as neighbours share kernels that it compiles.

@@ -213,17 +213,6 @@ def test_the_longest_sequence_may_be_said_to_be_longer(slack: int) -> None:
     torch.testing.assert_close(op(x, cu_seqlens=ends, max_seqlen=5 + slack), want)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_queries_before_the_first_key_see_nothing(causal: bool) -> None:
-    """Seven queries, two keys: with a window of two, five and four queries see none."""
-    op = DotProductAttention(1, causal=causal, window=2, layout="separate")
-    q, k, v = torch.randn(1, 7, 4), torch.randn(1, 2, 4), torch.randn(1, 2, 4)
-    blind = 5 if causal else 4
-    y = op(q, k, v)
-    assert not y[:, :blind].any()
-    assert y[:, blind:].ne(0).all()
-
-
 def error_and_bound(case: Case, seed: int, kernel: str, on: torch.device) -> list[Any] | None:
     """Errors of a kernel in bf16, and what they may be; None if it does not take the call.
 

@@ -59,16 +59,6 @@ def test_output_has_the_dtype_of_the_input() -> None:
     assert torch.autograd.grad(y.sum(), op.bias)[0].dtype == torch.float32
 
 
-def test_hazard_9_bias_gradient_of_a_vector_is_a_tensor_of_its_own() -> None:
-    op, x, dy = Bias(3), torch.randn(3, requires_grad=True), torch.ones(3)
-    op(x).backward(dy)
-    assert op.bias is not None
-    assert op.bias.grad is not None
-    op.bias.grad.add_(1)
-    assert torch.equal(x.grad, torch.ones(3))
-    assert torch.equal(dy, torch.ones(3))
-
-
 def test_without_a_bias_it_is_the_identity_and_has_no_parameter() -> None:
     op, dy = fill(Bias(3)), torch.full((2, 3), 2.0)
     x = torch.randn(2, 3, requires_grad=True)

@@ -5,18 +5,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opfuser import Embedding, Linear, Sequential
+from opfuser import Embedding
 from opfuser.errors import ArgumentError, InputError
 from tests.basic.values import check_values, held_to
 
 
 def plain(op: Embedding, x: Tensor) -> Tensor:
     return F.embedding(x, op.weight, op.padding_idx)
-
-
-def grad(y: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
-    (dw,) = torch.autograd.grad(y, weight, dy)
-    return dw
 
 
 @pytest.mark.parametrize(
@@ -50,13 +45,6 @@ def test_starts_as_torch_does() -> None:
     assert op.padding_idx == expected.padding_idx == 18
     assert torch.equal(op.weight, expected.weight)
     op.load_state_dict(expected.state_dict())
-
-
-def test_a_frozen_weight_gets_no_gradient() -> None:
-    op = Embedding(5, 2).requires_grad_(False)
-    assert not op(torch.tensor([1])).requires_grad
-    Sequential(op, Linear(2, 2))(torch.tensor([1, 2])).sum().backward()
-    assert op.weight.grad is None
 
 
 def test_output_keeps_the_weights_dtype_under_autocast(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as te_ops
-from opfuser import BasicOperation, FusedOperation, OperationContext
+from opfuser import BasicOperation, FusedOperation
 from tests.contract import te_style
 from tests.contract.te_style import GatedTap, LearnableScale, Windowed
 from tests.contract.tensors import F64, against, fill, rand
@@ -67,16 +67,6 @@ def test_an_operation_with_extra_tensors(power: int, used: int) -> None:
         parameters=(),
         used=used,
     )
-
-
-def test_parameter_gradients_may_be_any_iterable() -> None:
-    class Lazy(LearnableScale):
-        def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
-            dx, (ds,) = super().op_backward(ctx, grad_output)
-            return dx, (g for g in [ds])
-
-    model = te_ops.Sequential(Lazy(8, **F64))
-    against(model, lambda p, x: x * p["0.scale"], rand(3, 8, grad=True))
 
 
 # ------------------------------------------------------------------------------ fusions

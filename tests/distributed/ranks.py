@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import traceback
 import warnings
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 __all__ = ["DEVICES", "Check", "Outcomes", "assert_passed", "outcomes_of"]
 
@@ -39,8 +40,14 @@ def outcomes_of(module: str, ranks: int, folder: Path, device: str = "cpu") -> O
         folder: an empty one.
         device: ``"cuda"`` makes a GPU for each rank the default device.
     """
+    # Ranks on a CPU are forks of one process that has imported what all of them need; one that has
+    # asked for GPUs must not be forked.
+    method = "forkserver" if device == "cpu" and os.name == "posix" else "spawn"
+    if method == "forkserver":
+        multiprocessing.set_forkserver_preload(["torch", "opfuser", "opfuser.models", __name__])
     with contextlib.suppress(ProcessRaisedException, ProcessExitedException):  # told rank by rank
-        spawn(_run, (ranks, str(folder), module, device), nprocs=ranks)
+        arguments = ranks, str(folder), module, device, dict(os.environ)
+        start_processes(_run, arguments, ranks, start_method=method)
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
@@ -50,7 +57,10 @@ def assert_passed(outcomes: Outcomes, name: str) -> None:
     assert all(line.endswith("passed") for line in told), "\n".join(told)
 
 
-def _run(rank: int, ranks: int, folder: str, module: str, device: str) -> None:
+def _run(
+    rank: int, ranks: int, folder: str, module: str, device: str, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if device == "cpu":
         warnings.simplefilter("error")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
-import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -22,7 +20,6 @@ from opfuser.engine.program import Program
 from opfuser.op import BasicOperation
 from tests.engine.emission_toys import KEYWORDS, KeywordTap, Scaled, ScaledTap, with_keywords
 from tests.engine.toys import (
-    Mixed,
     Power,
     RowSum,
     Square,
@@ -30,7 +27,6 @@ from tests.engine.toys import (
     grads,
     randn,
     same,
-    without_collector,
 )
 
 
@@ -109,21 +105,6 @@ def test_what_was_saved_is_freed_step_by_step_in_backward(kinds: str) -> None:
     assert alive == [[True] * 3, [True, True, False], [True, False, False]]
 
 
-def test_what_a_program_is_made_of_goes_with_it() -> None:
-    """Its functions and its texts, without the garbage collector."""
-    seq, x = Sequential(Times(), Mixed(), RowSum()), randn(2, 3, grad=True)
-    with without_collector():
-        y = seq(x, randn(2, 3))[0]
-        y.sum().backward()
-        made = program_of(seq)
-        functions = [weakref.ref(made.function(stage)) for stage in ("forward", "backward")]
-        files = [f().__code__.co_filename for f in functions]
-        assert all(linecache.getline(file, 1).startswith("def ") for file in files)
-        del made, seq, y
-        assert [f() for f in functions] == [None, None]
-        assert not any(file in linecache.cache for file in files)
-
-
 # Texts, files and emissions.
 
 
@@ -168,37 +149,6 @@ def test_programs_do_besides_what_a_call_asks_for() -> None:
         assert noted() == ["forward ranged", "backward ranged"]
         assert noted(**keywords) == ["forward ranged", "backward ranged"]
     assert noted() == ["forward", "backward"]
-
-
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_a_traceback_shows_the_line_of_the_step(stage: str) -> None:
-    files = Files()
-    seq, x = Sequential(Times(), files, RowSum()), randn(2, 3, grad=True)
-    seq(x)[0].sum().backward()
-    files.__dict__["raises"] = stage
-    with pytest.raises(ZeroDivisionError) as caught:
-        seq(x)[0].sum().backward()
-    lines = [
-        frame.line
-        for frame in traceback.extract_tb(caught.value.__traceback__)
-        if frame.filename.startswith("<opfuser program")
-    ]
-    assert [f"op1.op_{stage}(" in str(line) for line in lines] == [True]
-
-
-NAMES = ['a"""\nraise ZeroDivisionError', "b\r\nraise ZeroDivisionError", "c\x0c\u2028raise", "d\0"]
-
-
-def test_names_of_users_are_no_code() -> None:
-    kind = type("K\nraise ZeroDivisionError\n'''", (Times,), {})
-    x = randn(2, 3, grad=True)
-    seq = Sequential({name: kind() for name in NAMES})
-    expected = x
-    for op in seq:
-        expected = expected * op.w
-    with profiler.profile():  # whose ranges have names, too
-        seq(x)
-    same(grads(seq(x), [x]), grads(expected, [x]))
 
 
 class Refuses(Times):

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 import opfuser
-from opfuser import AddExtraInput, BasicLinear, ConstantScale, MakeExtraOutput, Sequential
+from opfuser import BasicLinear, ConstantScale, MakeExtraOutput, Sequential
 from opfuser.buffer_reuse import only_reference
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
 from tests.engine.toys import (
     F64,
-    RowSum,
-    Square,
     Stop,
     Times,
     consumer,
@@ -128,40 +126,6 @@ def test_an_extra_output_is_gone_behind_its_last_reader(readers: int) -> None:
     assert found == [True, True]
 
 
-def test_the_caller_gets_extra_outputs_that_somebody_read() -> None:
-    x = randn(2, 3)
-    y, extra = Sequential(fresh(to_caller=True), reader())(x)
-    same([y, extra], [3 * x, 2 * x])
-
-
-IN_PLACE = {
-    "the caller's": (lambda add: [ConstantScale(2.0), add], lambda x, e: (x, e), True),
-    "the input": (lambda add: [add], lambda x, e: (x, x), False),
-    "an extra output": (
-        lambda add: [MakeExtraOutput(), ConstantScale(2.0), add], lambda x, e: (x, x), False,
-    ),
-    "another extra input": (
-        lambda add: [add, ConstantScale(2.0), AddExtraInput()], lambda x, e: (x, e, e), False,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("case", IN_PLACE)
-def test_the_sum_in_place_is_written_where_nobody_else_reads(case: str, training: bool) -> None:
-    make, arguments, overwritten = IN_PLACE[case]
-    add = AddExtraInput(in_place=True)
-    x, e = randn(2, 3), randn(2, 3)
-    given = arguments(x, e)
-    expected = Sequential(*make(AddExtraInput()))(*[t.clone() for t in given])
-    before = given[-1].clone()
-    if training:
-        given = tuple(t.clone() for t in given)  # no leaves, which autograd lets nobody change
-        given[0].requires_grad_()
-    same(Sequential(*make(add))(*given), expected)
-    assert torch.equal(given[-1], before) == (training or not overwritten)
-
-
 # Gradients: sums, zeros, steps that are left out.
 
 
@@ -234,13 +198,6 @@ def test_steps_that_no_gradient_reaches_do_not_run(read: str) -> None:
     # The gradient of the output that is not differentiated is zero for the step behind.
     assert ran == (["behind"] if read == "output" else ["behind", "before"])
     same(dx, None if read == "output" else torch.ones_like(x))
-
-
-def test_zeros_stand_for_the_gradient_of_an_output_that_nobody_differentiates() -> None:
-    """They have shape and dtype of the output, not those of the extra output."""
-    seq, x = Sequential(Times(), RowSum(), Square(), Stop()), randn(2, 3, grad=True)
-    (dx,) = torch.autograd.grad(seq(x)[1].sum(), x)
-    same(dx, seq[0].w.detach().expand(2, 3))
 
 
 def test_zeros_have_the_shape_of_the_output_that_forward_made_alone() -> None:

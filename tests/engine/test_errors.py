@@ -542,22 +542,3 @@ def test_a_tensor_in_place_of_all_results(shape: tuple[int, int]) -> None:
     rows.forwards = True
     with pytest.raises(ForwardResultError, match=r"\(op 0 \(Rows\)\)\. Received: Tensor\."):
         Sequential(rows)(x)
-
-
-def test_lists_of_gradients_may_be_any_iterable() -> None:
-    """As te.ops takes them; None stands for no gradients."""
-
-    class Lazy(Mixed):
-        def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
-            dx, _, ((dextra,),) = super().fuser_backward(*args, **kwargs)
-            return dx, (None,), (g for g in [dextra]) if nested else [iter([dextra])]
-
-    nested = False
-    x, e = randn(2, 3, grad=True), randn(2, 3, grad=True)
-    y, more = Sequential(Lazy())(x, e)
-    (y.sum() + more.sum()).backward()
-    torch.testing.assert_close(e.grad, x.detach() + 1)
-    nested = True  # of operations there is a list: its length is checked
-    y, more = Sequential(Lazy())(x, e)
-    with pytest.raises(BackwardResultError, match="Received: a tuple of Tensor, tuple, generator"):
-        y.sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -141,73 +140,3 @@ def test_main_grad_is_not_left_out_in_silence() -> None:
     text = "give gradients to autograd, not to main_grad.*calls its modules: q_proj is a "
     with pytest.raises(NotSupportedError, match=text):
         seq(x)
-
-
-def test_accelerate() -> None:
-    """Parameters of each module arrive when it is called."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    op, x = MergedLinear(6, {"a": 2, "b": 3}), torch.randn(4, 6)
-    before = op(x)
-    accelerate.cpu_offload(op, execution_device=torch.device("cpu"))
-    assert op.a.weight.is_meta
-    torch.testing.assert_close(op(x), before)
-    accelerate.hooks.remove_hook_from_module(op, recurse=True)
-    torch.testing.assert_close(op(x), before)
-    assert not op.own_forward()
-
-
-def test_peft() -> None:
-    """LoRA on two of three projections of a model that holds them."""
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = MergedLinear(8, {"q_proj": 8, "k_proj": 4, "v_proj": 4}, bias=False)
-            self.run = Sequential(RMSNorm(8), self.qkv)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.run(x)
-
-    class Plain(nn.Module):
-        def __init__(self, names: dict[str, int]) -> None:
-            super().__init__()
-            self.norm = nn.RMSNorm(8, eps=1e-5)
-            self.qkv = nn.ModuleDict({n: nn.Linear(8, s, bias=False) for n, s in names.items()})
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm(x)
-            return torch.cat([module(h) for module in self.qkv.values()], -1)
-
-    torch.manual_seed(0)
-    ours, x = Attention(), torch.randn(5, 8)
-    plain = Plain(dict(zip(ours.qkv.projections(), (8, 4, 4))))
-    plain.qkv.load_state_dict(ours.qkv.state_dict())
-    before = ours(x)
-    torch.testing.assert_close(before, plain(x))
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    models = [peft.get_peft_model(model, copy.deepcopy(config)) for model in (ours, plain)]
-    adapters = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in models]
-    assert len(adapters[0]) == len(adapters[1]) == 4
-    with torch.no_grad():
-        for a, b in zip(*(found.values() for found in adapters)):
-            b.copy_(a)
-    optimizers = [torch.optim.SGD(found.values(), lr=0.1) for found in adapters]
-    for _ in range(3):
-        losses = []
-        for model, optimizer in zip(models, optimizers):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        torch.testing.assert_close(*losses)
-    for a, b in zip(*(found.values() for found in adapters)):
-        torch.testing.assert_close(a, b)
-    after = models[0](x)
-    torch.testing.assert_close(after, models[1](x))
-    with models[0].disable_adapter():
-        torch.testing.assert_close(models[0](x), before)
-    twin = models[0].merge_and_unload()
-    torch.testing.assert_close(twin(x), after)
-    assert_fused(twin.run, x.requires_grad_(), joint={"norm_linear": 1})

@@ -227,11 +227,8 @@ class Case:
         ops: makes the operations.
         shape: of the input.
         extras: widths of the extra inputs, whose other dimensions are those of the input.
-        dtypes: of everything, one after the other; None leaves it in the three below.
-        parameters, input, extra: dtypes.
+        dtypes: of everything, one after the other; None is fp32.
         autocast: to bf16.
-        frozen: parameters that need no gradient.
-        transposed: whether inputs lie transposed in memory.
         times: how often the fusion matches.
     """
 
@@ -239,30 +236,21 @@ class Case:
     shape: tuple[int, ...] = (2, 3, 6)
     extras: tuple[int, ...] = ()
     dtypes: tuple[torch.dtype, ...] | None = None
-    parameters: torch.dtype = F32
-    input: torch.dtype = F32
-    extra: torch.dtype = F32
     autocast: bool = False
-    frozen: tuple[str, ...] = ()
-    transposed: bool = False
     times: int = 1
 
 
 def check(fusion: str | Fusion, case: Case, device: torch.device | str = "cpu") -> None:
     """Holds a fusion to its operations with check_fusion, and sees how often it matches."""
     name = fusion if isinstance(fusion, str) else fusion.name
-    ops = [op.to(device, case.parameters) for op in filled(case.ops())]
-    seq = Sequential(*ops)
-    for parameter in case.frozen:
-        seq.get_parameter(parameter).requires_grad_(False)
-    widths = ((case.shape[-1], case.input), *((width, case.extra) for width in case.extras))
-    tensors = [leaf(*case.shape[:-1], width, dtype=dtype).detach() for width, dtype in widths]
-    if case.transposed:
-        tensors = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in tensors]
-    x, *more = (t.to(device) for t in tensors)
+    ops = [op.to(device) for op in filled(case.ops())]
+    x, *more = (
+        torch.randn(*case.shape[:-1], width, device=device)
+        for width in (case.shape[-1], *case.extras)
+    )
     with torch.autocast("cpu", BF16, enabled=case.autocast):
         with only(name):
-            matches = seq.plan(x.clone().requires_grad_(), *more).record(name).matches
+            matches = Sequential(*ops).plan(x.clone().requires_grad_(), *more).record(name).matches
         assert len(matches) == case.times
         check_fusion(name, ops, x, *more, dtypes=case.dtypes)
 

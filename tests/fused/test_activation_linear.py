@@ -73,10 +73,6 @@ FORMS: dict[str, Callable[[], list[nn.Module]]] = {
 each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def summed() -> list[nn.Module]:
-    return [*FORMS["biases"](), AddExtraInput()]
-
-
 def cleared() -> list[nn.Module]:
     first, *middle, last = FORMS["biases"]()
     return [without_bias(first), *middle, without_bias(last)]
@@ -94,31 +90,13 @@ def inside(form: str) -> Callable[[], list[nn.Module]]:
 
 SHAPE = 2, 3, 8
 CASES = {
-    **{f"vector, {name}": Case(form, (8,), dtypes=(F32, BF16)) for name, form in FORMS.items()},
     **{f"inside, {name}": Case(inside(name), (5, 8), dtypes=(F32, BF16)) for name in FORMS},
     "read by others": Case(
         lambda: [BasicLinear(8, 8), MakeExtraOutput(), *FORMS["gated"]()], (5, 8)
     ),
     "four dimensions": Case(FORMS["gated"], (2, 3, 2, 8), dtypes=(F32, BF16)),
-    "autocast": Case(FORMS["biases"], (7, 8), autocast=True),
-    "autocast, gated": Case(FORMS["gated, linear bias"], (7, 8), autocast=True),
-    "bf16 input under autocast": Case(FORMS["gated"], (7, 8), input=BF16, autocast=True),
-    "bf16 parameters": Case(FORMS["biases"], (7, 8), parameters=BF16),
-    "bf16 parameters, gated": Case(FORMS["gated"], (7, 8), parameters=BF16),
     "cleared biases": Case(cleared, (7, 8), dtypes=(F32, FP16)),
     "the same operations again": Case(shared, (7, 8), dtypes=(F64, F32), times=3),
-    "transposed": Case(FORMS["gated"], SHAPE, transposed=True),
-}
-SUMS = {
-    **{
-        name: Case(lambda form=form: [*form(), AddExtraInput()], SHAPE, (3,), dtypes=DTYPES)
-        for name, form in FORMS.items()
-    },
-    "bf16 residual": Case(summed, (7, 8), (3,), extra=BF16),
-    "fp64 residual": Case(summed, (7, 8), (3,), extra=F64),
-    "autocast": Case(summed, (7, 8), (3,), autocast=True),
-    "bf16 residual under autocast": Case(summed, (7, 8), (3,), extra=BF16, autocast=True),
-    "fp64 residual under autocast": Case(summed, (7, 8), (3,), extra=F64, autocast=True),
 }
 
 
@@ -137,9 +115,9 @@ def test_values_of_other_calls(case: str) -> None:
     check(NAME, CASES[case])
 
 
-@pytest.mark.parametrize("case", SUMS)
-def test_values_of_a_sum(case: str) -> None:
-    check(WITH_SUM, SUMS[case])
+@each_form
+def test_values_of_a_sum(form: Callable[[], list[nn.Module]]) -> None:
+    check(WITH_SUM, Case(lambda: [*form(), AddExtraInput()], SHAPE, (3,), dtypes=DTYPES))
 
 
 def make(parts: list[nn.Module]) -> tuple[Sequential, Tensor]:

@@ -22,7 +22,6 @@ from opfuser import (
 from opfuser.testing import assert_fused, assert_not_fused
 from tests.fused.examples import (
     BF16,
-    DTYPES,
     F32,
     F64,
     FP16,
@@ -56,43 +55,23 @@ def several(norm: Any) -> list[nn.Module]:
 
 
 FORWARD: dict[str, Any] = {
-    "dtypes": lambda n: Case(lambda: pre_norm(n), extras=(6,), dtypes=DTYPES),
     "post-norm": lambda n: Case(
         lambda: [AddExtraInput(), n(6)], (7, 6), (6,), dtypes=(F32, BF16, FP16)
     ),
-    "vector": lambda n: Case(lambda: pre_norm(n), (6,), (6,), dtypes=(BF16,)),
-    "many rows": lambda n: Case(lambda: pre_norm(n), (131, 6), (6,), dtypes=(FP16,)),
-    "transposed": lambda n: Case(lambda: pre_norm(n), extras=(6,), transposed=True),
     "several": lambda n: Case(lambda: several(n), (33, 6), (6, 4, 4), dtypes=(F32, BF16), times=3),
     "several under autocast": lambda n: Case(
         lambda: several(n), (33, 6), (6, 4, 4), autocast=True, times=3
     ),
-    "bf16 residual under autocast": lambda n: Case(
-        lambda: pre_norm(n), extras=(6,), extra=BF16, autocast=True
-    ),
     "zero-centred": lambda n: Case(lambda: pre_norm(n, zero_centered_gamma=True), extras=(6,)),
     "eps": lambda n: Case(lambda: pre_norm(n, eps=0.1), extras=(6,)),
     "several dimensions": lambda n: Case(lambda: pre_norm(n, (3, 6)), extras=(6,)),
-    "frozen": lambda n: Case(lambda: pre_norm(n), extras=(6,), frozen=("2.weight",)),
-    "fp64 residual": lambda n: Case(lambda: pre_norm(n), extras=(6,), extra=F64),
-    "bf16 with fp32 residual": lambda n: Case(
-        lambda: pre_norm(n), extras=(6,), parameters=BF16, input=BF16
-    ),
 }
 BACKWARD: dict[str, Any] = {
-    "dtypes": lambda n: Case(lambda: start(n), dtypes=DTYPES),
     "in place": lambda n: Case(lambda: start(n, in_place=True), dtypes=(F32, BF16)),
-    "vector": lambda n: Case(lambda: start(n), (6,), dtypes=(BF16,)),
-    "many rows": lambda n: Case(lambda: start(n), (131, 6), dtypes=(FP16,)),
-    "transposed": lambda n: Case(lambda: start(n), transposed=True),
     "several": lambda n: Case(lambda: several(n), (33, 6), (6, 4, 4), dtypes=(F32, BF16), times=2),
     "several under autocast": lambda n: Case(
         lambda: several(n), (33, 6), (6, 4, 4), autocast=True, times=2
     ),
-    "zero-centred": lambda n: Case(lambda: pre_norm(n, zero_centered_gamma=True), extras=(6,)),
-    "several dimensions": lambda n: Case(lambda: pre_norm(n, (3, 6)), extras=(6,)),
-    "frozen": lambda n: Case(lambda: start(n), frozen=("1.weight",)),
-    "fp64 input": lambda n: Case(lambda: start(n), input=F64),
 }
 
 

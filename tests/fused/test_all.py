@@ -7,6 +7,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,9 +39,12 @@ from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import BasicOperation, FusedOperation
 from opfuser.testing import assert_not_fused, check_fusion
 from tests.fused.examples import (
+    BF16,
     DTYPES,
     EXAMPLES,
+    F32,
     F64,
+    FP16,
     OF_CHAINS,
     UNQUANTIZED,
     asking,
@@ -82,6 +86,53 @@ def test_check_fusion(fusion: Fusion, device: torch.device) -> None:
     else:
         # There are no kernels for float64, and so no chain of them.
         check_fusion(fusion.name, ops, *tensors, dtypes=DTYPES[chain:])
+
+
+class Call(NamedTuple):
+    """What :func:`check_fusion` makes no variant of: rows, dtypes, and whether it is autocast."""
+
+    rows: tuple[int, ...] = (7,)
+    input: torch.dtype = F32
+    extra: torch.dtype = F32
+    parameters: torch.dtype = F32
+    autocast: bool = False
+
+
+CALLS = {
+    "vector": Call((), FP16, FP16, FP16),
+    "many rows": Call((131,), BF16, BF16, BF16),
+    "wide input": Call(input=F64),
+    "narrow input": Call(input=BF16),
+    "wide extra input": Call(extra=F64),
+    "narrow extra input": Call(extra=BF16),
+    "all but the extra input in bf16": Call(input=BF16, parameters=BF16),
+    "autocast": Call(autocast=True),
+    "bf16 input under autocast": Call(input=BF16, autocast=True),
+    "narrow extra input under autocast": Call(extra=BF16, autocast=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (name, call)
+        for name in EXAMPLES
+        for call in CALLS
+        if name not in OF_CHAINS
+        and ("extra" not in call or EXAMPLES[name][1])
+        # Of one row, logits are smaller than the weight's gradient, which is saved in their place.
+        and (name, call) != ("linear_cross_entropy", "vector")
+    ],
+)
+def test_check_fusion_of_other_calls(name: str, call: str) -> None:
+    """The rows of queries and keys are tokens of a batch."""
+    rows, dtype, extra, parameters, autocast = CALLS[call]
+    if "qk_norm" in name:
+        rows = (2, *(rows or (1,)))[-2:]
+    ops = [op.to(parameters) for op in filled(EXAMPLES[name][0]())]
+    more = [t.to(extra) if t.is_floating_point() else t for t in extras(name, *rows)]
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        check_fusion(name, ops, torch.randn(*rows, 6).to(dtype), *more)
 
 
 @pytest.mark.parametrize("name", ["activation_linear_add", "activation_linear", "norm_linear"])
@@ -136,6 +187,7 @@ def by_hand(name: str, *, bare: bool = False) -> tuple[Sequential, Sequential, l
         ("all", True),
         ("input", True),
         ("parameters", False),
+        ("first parameter", False),
         ("last parameter", True),
     ],
 )
@@ -146,8 +198,8 @@ def test_placed_by_hand(fusion: Fusion, wrt: str, bare: bool) -> None:
     inputs[0].requires_grad_(wrt in ("all", "input"))
     for p in parameters:
         p.requires_grad_(wrt in ("all", "parameters"))
-    if wrt == "last parameter":
-        parameters[-1].requires_grad_()
+    if wrt.endswith("t parameter"):
+        parameters[0 if wrt == "first parameter" else -1].requires_grad_()
     with only():
         want = results(apart, parameters, *inputs)
     assert_same(results(fused, parameters, *inputs), want)

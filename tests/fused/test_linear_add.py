@@ -22,7 +22,6 @@ from tests.fused.examples import (
     DTYPES,
     F32,
     F64,
-    FP16,
     Case,
     assert_same,
     check,
@@ -47,17 +46,9 @@ def several() -> list[nn.Module]:
 
 
 CASES = {
-    "dtypes": Case(branch, dtypes=DTYPES),
     "in place": Case(lambda: branch(in_place=True), dtypes=(F32, BF16)),
-    "vector": Case(branch, (6,), dtypes=(FP16,)),
-    "many rows": Case(branch, (131, 6), dtypes=(BF16,)),
-    "transposed": Case(branch, transposed=True),
     "several": Case(several, (33, 6), dtypes=(F64, BF16), times=2),
-    "frozen": Case(branch, frozen=("1.weight",)),
-    "autocast": Case(branch, autocast=True),
     "several under autocast": Case(several, (33, 6), autocast=True, times=2),
-    "fp64 input": Case(branch, input=F64),
-    "bf16 input": Case(branch, input=BF16),
 }
 
 

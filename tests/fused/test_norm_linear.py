@@ -78,26 +78,12 @@ CASES: dict[str, Any] = {
         )
         for name, form in FORMS.items()
     },
-    "vector": lambda n: Case(lambda: ops(n, "stb"), (6,), (6,), dtypes=(F32, BF16)),
     "four dimensions": lambda n: Case(lambda: ops(n), (2, 3, 2, 6), dtypes=(BF16,)),
-    "transposed": lambda n: Case(lambda: ops(n, "stb"), extras=(6,), transposed=True),
     "zero-centred": lambda n: Case(
         lambda: ops(n, zero_centered_gamma=True), (7, 6), dtypes=(F32, FP16)
     ),
     "eps": lambda n: Case(lambda: ops(n, eps=0.1), (7, 6), dtypes=(F64, BF16)),
     "several dimensions": lambda n: Case(lambda: ops(n, shape=(3, 6)), dtypes=(F32, BF16)),
-    "autocast": lambda n: Case(lambda: ops(n), (7, 6), autocast=True),
-    "bf16 residual under autocast": lambda n: Case(
-        lambda: ops(n, "stb"), (7, 6), (6,), extra=BF16, autocast=True
-    ),
-    "fp32 residual under autocast": lambda n: Case(
-        lambda: ops(n, "stb"), (7, 6), (6,), autocast=True
-    ),
-    "bf16 parameters": lambda n: Case(lambda: ops(n, "stb"), (7, 6), (6,), parameters=BF16),
-    "fp64 residual": lambda n: Case(lambda: ops(n, "stb"), (7, 6), (6,), extra=F64),
-    "fp64 residual, bf16 parameters": lambda n: Case(
-        lambda: ops(n, "stb"), (7, 6), (6,), parameters=BF16, extra=F64
-    ),
     "the same operations again": lambda n: Case(lambda: shared(n), (33, 6), times=3),
 }
 

@@ -85,13 +85,7 @@ each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 CASES = {
     **{name: Case(form, dtypes=DTYPES) for name, form in FORMS.items()},
     "sum": Case(lambda: [AddExtraInput(), *llama()], extras=(D,), dtypes=DTYPES),
-    "vector, llama": Case(llama, (D,), dtypes=(F32,)),
-    "vector, gpt": Case(gpt, (D,), dtypes=(BF16,)),
     "four dimensions": Case(FORMS["llama, biases"], (2, 3, 2, D), dtypes=(F32, BF16)),
-    "transposed": Case(gpt, transposed=True),
-    "autocast": Case(FORMS["llama, biases"], (7, D), autocast=True),
-    "autocast, gpt": Case(gpt, (7, D), autocast=True),
-    "bf16 input under autocast": Case(llama, (7, D), input=BF16, autocast=True),
     "one weight for both linears": Case(one_weight, (7, D), dtypes=(F64, F32)),
 }
 

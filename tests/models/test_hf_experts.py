@@ -1,6 +1,7 @@
 """Decoders with experts against Hugging Face's: losses of all layers together, checkpoints.
 
-Logits, gradients, bf16 and weights in and out are in test_hf.py, as for all decoders.
+Logits, gradients, and weights in and out are in test_hf.py, bf16 in test_hf_random.py, as for all
+decoders.
 """
 
 from __future__ import annotations

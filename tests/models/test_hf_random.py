@@ -31,10 +31,11 @@ from tests.models.random_configs import (
 SEEDS = range(8)
 
 
-def batch(seed: int) -> tuple[Tensor, Tensor]:
+def batch(seed: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Tokens, and a gradient of their logits."""
     torch.manual_seed(seed)
-    return torch.randint(VOCABULARY, (3, LENGTH)), torch.randn(3, LENGTH, VOCABULARY)
+    tokens, dy = torch.randint(VOCABULARY, (3, LENGTH)), torch.randn(3, LENGTH, VOCABULARY)
+    return tokens.to(device), dy.to(device)
 
 
 def compare(got: dict[str, Tensor], wanted: dict[str, Any], what: object) -> None:
@@ -90,15 +91,17 @@ def with_gradients(model: Any, y: Tensor, dy: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_error_is_at_most_twice_theirs_and_no_factor_is_off(family: str) -> None:
+def test_bf16_error_is_at_most_twice_theirs_and_no_factor_is_off(
+    family: str, device: torch.device
+) -> None:
     own_error, their_error = torch.zeros(2), torch.zeros(2)
     for seed in SEEDS[:4]:
         sizes = {**sample(family, seed), "reorder_and_upcast_attn": False}  # which refuses fp64
-        theirs: Any = hf_model(family, sizes, seed).to(torch.bfloat16)
-        data = batch(seed)
+        theirs: Any = hf_model(family, sizes, seed).to(device, torch.bfloat16)
+        data = batch(seed, device)
         exact = run_hf(copy.deepcopy(theirs).double(), *data)
-        ours = same_model(theirs, dtype=torch.bfloat16)
-        later = same_model(theirs).to(torch.bfloat16)
+        ours = same_model(theirs, dtype=torch.bfloat16, device=device)
+        later = same_model(theirs, device=device).to(torch.bfloat16)
         if family != "Gemma2":  # which has eager attention alone
             theirs.set_attn_implementation("sdpa")
         own_error += errors(run(ours, *data), exact)

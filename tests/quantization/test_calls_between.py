@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser import BasicLinear, GroupedLinear, Linear, Sequential
@@ -267,19 +265,3 @@ def test_records_of_both_passes_have_one_scale(name: str) -> None:
     assert len({key[:3] for key in scales}) == len(scales)
     again = [r for r in records[before:] if r.role != "grad_output"]
     assert again
-
-
-@pytest.mark.parametrize("recipe", [RECENT, Float8PredictedScaling()], ids=["delayed", "predicted"])
-def test_checkpoints_of_kept_weights(recipe: Recipe) -> None:
-    """Whoever computes forward again outside of the block saves as many tensors."""
-    model = warm(swiglu, recipe)
-    plain = copy.deepcopy(model)
-    with opfuser.autocast(recipe=recipe):
-        with opfuser.keep_quantized_weights():
-            x = X.clone().requires_grad_()
-            y = checkpoint(model, x, use_reentrant=False)
-        own = X.clone().requires_grad_()
-        z = plain(own)
-        backward(own, z)
-        backward(x, y)
-    assert_same(grads(model, x), grads(plain, own))

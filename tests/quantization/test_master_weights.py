@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import opfuser
 from opfuser.errors import ArgumentError, MasterWeightError
@@ -95,19 +94,6 @@ def test_steps_are_those_in_fp64_rounded_once(
             assert torch.equal(again.weight_scale, linear.weight_scale)
 
 
-def test_small_steps_add_up() -> None:
-    """Each is far below half the distance between two codes."""
-    with opfuser.quantized_model_init(recipe=CURRENT):
-        linear = opfuser.BasicLinear(16, 16)
-    linear.initialize_weight(nn.init.ones_)
-    linear.write_weight(torch.where(torch.arange(16)[:, None] == 0, 2.0, 1.0).expand(16, 16))
-    optimizer = MasterWeights(linear, torch.optim.SGD, lr=1.0)
-    for _ in range(100):
-        linear.weight.grad = torch.full((16, 16), -0.005)
-        optimizer.step()
-    assert linear.read_weight()[1:].mean().item() == pytest.approx(1.5, rel=2**-4)
-
-
 def test_training_follows_that_in_fp32() -> None:
     seq = model(preserve=True)
     plain = model(None).float()
@@ -132,88 +118,8 @@ def test_training_follows_that_in_fp32() -> None:
     assert ours[-1] < want[-1] + 0.005 * want[0]
 
 
-def test_groups() -> None:
-    seq = model()
-    linears = [seq[1].weight, seq[3].weight]
-    groups = [{"params": linears, "lr": 0.5}, {"params": [seq[1].bias]}]
-    optimizer = MasterWeights(seq, sgd, groups, lr=0.25)
-    optimizer.add_param_group({"params": [seq[0].weight], "lr": 0.125})
-    assert [group["params"] for group in optimizer.param_groups] == [
-        linears,
-        [seq[1].bias],
-        [seq[0].weight],
-    ]
-    assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [
-        (0.5, 0.9),
-        (0.25, 0.9),
-        (0.125, 0.9),
-    ]
-    assert optimizer.defaults["lr"] == 0.25
-    before = [m.detach().double() for m in masters(optimizer)]
-    names = {id(p): g for p, g in zip(seq.parameters(), give_gradients(seq))}
-    optimizer.param_groups[0]["lr"] = 0.0625
-    optimizer.step()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            k = [id(q) for q in [*linears, seq[1].bias, seq[0].weight]].index(id(p))
-            want = before[k] - group["lr"] * names[id(p)]
-            torch.testing.assert_close(masters(optimizer)[k].double(), want, rtol=1e-5, atol=1e-6)
-
-
 def masters(optimizer: MasterWeights) -> list[Tensor]:
     return [p.detach().clone() for g in optimizer.optimizer.param_groups for p in g["params"]]
-
-
-def test_what_has_no_gradient_is_left_alone() -> None:
-    seq = model()
-    optimizer = MasterWeights(seq, adam)
-    give_gradients(seq)
-    seq[1].weight.grad = None
-    seq[3].weight.requires_grad_(False)
-    seq[3].weight.grad = None
-    before = {name: t.clone() for name, t in seq.state_dict().items()}
-    version = seq[1].weight._version
-    optimizer.step()
-    after = seq.state_dict()
-    same = [name for name, t in before.items() if torch.equal(t.float(), after[name].float())]
-    assert sorted(same) == ["1.weight", "1.weight_scale", "3.weight", "3.weight_scale"]
-    assert seq[1].weight._version == version
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in seq.parameters())
-
-
-def test_main_grads() -> None:
-    how: Any = {"dtype": BF16, "accumulate_into_main_grad": True}
-    with opfuser.quantized_model_init(recipe=CURRENT):
-        linear = opfuser.BasicLinear(128, 128, **how)
-    weight: Any = linear.weight
-    weight.main_grad = torch.zeros(128 * 128)
-    optimizer = MasterWeights(linear, torch.optim.SGD, lr=0.5)
-    (before,) = masters(optimizer)
-    linear(torch.randn(4, 128, dtype=BF16)).sum().backward()
-    optimizer.step()
-    want = before - 0.5 * weight.main_grad.view(128, 128)
-    assert weight.main_grad.abs().max() > 0
-    torch.testing.assert_close(masters(optimizer)[0], want)
-
-
-def test_a_closure() -> None:
-    """That of an optimiser which moves the masters several times in one step."""
-    with opfuser.quantized_model_init(recipe=CURRENT):
-        linear = opfuser.BasicLinear(16, 16)
-    optimizer = MasterWeights(linear, torch.optim.LBFGS, lr=0.5, max_iter=8)
-    seen = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (linear(torch.eye(16)) - 1).square().sum()
-        loss.backward()
-        seen.append(loss.item())
-        return loss
-
-    assert optimizer.step(closure).item() == seen[0]
-    assert len(seen) > 2
-    assert seen[-1] < 0.05 * seen[0]
 
 
 def stored(state: dict[str, Any]) -> dict[str, Any]:
@@ -222,75 +128,6 @@ def stored(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file)
     return loaded
-
-
-@pytest.mark.parametrize("make", [adam, sgd])
-def test_training_goes_on_from_a_checkpoint(make: Callable[..., torch.optim.Optimizer]) -> None:
-    seq = model()
-    optimizer = MasterWeights(seq, make)
-    give_gradients(seq)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.05
-    state = stored({"model": seq.state_dict(), "optimizer": optimizer.state_dict()})
-    assert set(state["optimizer"]) == {"state", "param_groups"}
-    with_master = [n for n, s in state["optimizer"]["state"].items() if "master_param" in s]
-    assert with_master == [1, 2, 3]
-    other = model()
-    resumed = MasterWeights(other, make)
-    other.load_state_dict(state["model"])
-    resumed.load_state_dict(state["optimizer"])
-    assert resumed.param_groups[0]["lr"] == 0.05
-    for m, o in ((seq, optimizer), (other, resumed)):
-        for seed in (2, 3):
-            give_gradients(m, seed)
-            o.step()
-    for ours, want in zip(masters(resumed), masters(optimizer)):
-        assert torch.equal(ours, want)
-    for name, t in seq.state_dict().items():
-        assert torch.equal(other.state_dict()[name].float(), t.float())
-
-
-def test_a_checkpoint_of_torch_distributed() -> None:
-    """It names parameters, and loads a model behind its optimiser."""
-
-    def trained(steps: int) -> tuple[nn.Module, MasterWeights]:
-        seq = opfuser.Sequential(opfuser.Linear(16, 16, dtype=BF16), opfuser.GELU())
-        optimizer = MasterWeights(seq, adam)
-        for seed in range(steps):
-            give_gradients(seq, seed)
-            optimizer.step()
-        optimizer.zero_grad()
-        return seq, optimizer
-
-    made, other = trained(2), trained(0)
-    model_state, optimizer_state = copy.deepcopy(get_state_dict(*made))
-    set_state_dict(*other, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    for seq, optimizer in (made, other):
-        give_gradients(seq, 3)
-        optimizer.step()
-    for ours, want in zip(masters(other[1]), masters(made[1]), strict=True):
-        assert torch.equal(ours, want)
-
-
-def test_a_checkpoint_without_masters_or_steps() -> None:
-    """Masters begin with what parameters hold, as that of the optimiser alone leaves them."""
-    seq = model()
-    optimizer = MasterWeights(seq, adam)
-    fresh = stored(optimizer.state_dict())
-    assert fresh["state"] == {}
-    give_gradients(seq)
-    optimizer.step()
-    stepped = stored(optimizer.state_dict())
-    for state in stepped["state"].values():
-        state.pop("master_param", None)
-    for loaded, step in (fresh, 1), (stepped, 2):
-        seq[1].write_weight(torch.ones(256, 128))
-        optimizer.load_state_dict(loaded)
-        give_gradients(seq)
-        optimizer.param_groups[0]["lr"] = 0.0
-        optimizer.step()
-        assert optimizer.state[seq[1].weight]["step"] == step
-        assert (optimizer.state[seq[1].weight]["master_param"] == 1).all()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -406,20 +243,3 @@ def test_initial_values_are_freed() -> None:
     optimizer = MasterWeights(seq, adam)
     assert torch.equal(masters(optimizer)[1], value.float())
     assert weight.get_high_precision_init_val() is None
-
-
-def test_a_gradient_scaler() -> None:
-    seq, other = model(), model()
-    optimizer, plain = MasterWeights(seq, sgd), MasterWeights(other, sgd)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    grads = give_gradients(seq)
-    give_gradients(other)
-    for p in seq.parameters():
-        p.grad = 4 * p.grad  # type: ignore[operator]
-    scaler.scale(torch.ones(1))
-    scaler.step(optimizer)
-    scaler.update()
-    plain.step()
-    assert len(grads) == 4
-    for ours, want in zip(masters(optimizer), masters(plain)):
-        torch.testing.assert_close(ours, want)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -388,25 +386,6 @@ def test_scales_outlive_to_empty() -> None:
     assert all(torch.equal(t, before[k]) for k, t in made[1].quantization.state_dict().items())
     made.to("meta").to_empty(device="cpu")
     assert made[1].quantization.known == [False] * 3
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_have_state_of_their_own(copied: Callable[[Any], Any]) -> None:
-    source = told(DELAYED)
-    twin = copied(source)
-    assert quantised(twin) == ["1", "3"]
-    assert twin[1].quantization is twin[1].basic_ops[0].quantization is not source[1].quantization
-    train(source, range(2), DELAYED)
-    assert_same(train(twin, range(3), DELAYED), train(model(), range(3), DELAYED))
-
-
-def test_whole_models_pass_through_torch_save() -> None:
-    source, file = told(DELAYED), io.BytesIO()
-    train(source, range(2), DELAYED)
-    torch.save(source, file)
-    file.seek(0)
-    target = torch.load(file, weights_only=False)
-    assert_same(train(target, range(2, 4), DELAYED), train(source, range(2, 4), DELAYED))
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])

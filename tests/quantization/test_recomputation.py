@@ -228,14 +228,22 @@ def micro_batches(recipe: Recipe, order: tuple[int, ...]) -> Calls:
     return calls
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("run", [by_hooks, reentrant])
+ORDERS = (0, 1, 2), (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "recipe", "order"),
+    [  # all pairs
+        ((by_hooks, reentrant)[(n + m) % 2], name, recipe, ORDERS[(n // 2 + m) % 2])
+        for n, name in enumerate(MODELS)
+        for m, recipe in enumerate(RECIPES)
+    ],
+)
 def test_several_forwards_before_backward(
-    run: Run, name: str, recipe: Recipe, order: tuple[int, ...]
+    run: Run, name: str, recipe: str, order: tuple[int, ...]
 ) -> None:
-    assert_as_saved(MODELS[name], recipe, run, micro_batches(recipe, order))
+    calls = micro_batches(RECIPES[recipe], order)
+    assert_as_saved(MODELS[name], RECIPES[recipe], run, calls)
 
 
 @each_run
@@ -303,9 +311,17 @@ NESTINGS: list[Calls] = [
 ]
 
 
-@pytest.mark.parametrize("calls", NESTINGS, ids=lambda calls: calls.__name__)
-@pytest.mark.parametrize("name", ["swiglu", "recomputing"])
-@pytest.mark.parametrize("run", [by_hooks, reentrant, by_another, within(reentrant, by_hooks)])
+NESTED: list[Run] = [by_hooks, reentrant, by_another, within(reentrant, by_hooks)]
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "calls"),
+    [
+        (run, ("swiglu", "recomputing")[(n + m) % 2], calls)
+        for n, run in enumerate(NESTED)
+        for m, calls in enumerate(NESTINGS)
+    ],
+)
 def test_every_nesting_of_regions(run: Run, name: str, calls: Calls) -> None:
     assert_as_saved(MODELS[name], DELAYED, run, calls)
 
@@ -329,8 +345,14 @@ class OpensItself(nn.Module):
         return given(around(x))
 
 
-@pytest.mark.parametrize("calls", [plain_then_fp8, fp8_then_plain, nested_regions])
-@each_run
+OPENED = plain_then_fp8, fp8_then_plain, nested_regions
+
+
+@pytest.mark.parametrize(
+    ("run", "calls"),
+    [(run, OPENED[n % 3]) for n, run in enumerate(RUNS.values())]
+    + [(run, calls) for run in (by_hooks, reentrant) for calls in OPENED],
+)
 def test_regions_that_are_opened_within_a_checkpoint(run: Run, calls: Calls) -> None:
     assert_as_saved(OpensItself, DELAYED, run, calls)
 
@@ -366,9 +388,13 @@ def test_a_retained_graph(run: Run) -> None:
     assert_as_saved(linears, DELAYED, run, twice)
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, CURRENT, Float8BlockScaling(), NVFP4BlockScaling()])
-@pytest.mark.parametrize("run", [by_hooks, reentrant])
-@pytest.mark.parametrize("later", [False, True], ids=["inside", "after"])
+@pytest.mark.parametrize(
+    ("recipe", "run", "later"),
+    [
+        (DELAYED, by_hooks, True), (DELAYED, reentrant, False), (CURRENT, reentrant, True),
+        (Float8BlockScaling(), by_hooks, False), (NVFP4BlockScaling(), by_hooks, True),
+    ],
+)  # fmt: skip
 def test_kept_weights(recipe: Recipe, run: Run, later: bool) -> None:
     def calls(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
         torch.manual_seed(3)  # of stochastic rounding

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import threading
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser import recipe as recipes
@@ -131,16 +128,6 @@ def test_a_head_is_left_in_high_precision(grad: bool) -> None:
     assert [(at, why.code) for at, why in plan.high_precision] == [(0, "CONFLICT")]
 
 
-def steps(seq: opfuser.Sequential, inputs: list[Tensor], recipe: Recipe) -> list[Tensor]:
-    out = []
-    for x in inputs:
-        with opfuser.autocast(recipe=recipe):
-            y = seq(x)
-        y.square().sum().backward()
-        out.append(y.detach())
-    return out
-
-
 def test_delayed_scales_follow_the_history() -> None:
     seq = opfuser.Sequential(opfuser.BasicLinear(32, 16))
     recipe = DelayedScaling(amax_history_len=2)
@@ -194,63 +181,6 @@ def test_what_overflows_does_not_enter_the_history() -> None:
             seq(x)
     with opfuser.autocast(recipe=recipe):
         assert op.quantization.scale[0].item() == pytest.approx(448 / X.abs().max().item())
-
-
-@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8PredictedScaling()], ids=str)
-def test_training_resumes_with_the_same_scales(recipe: Recipe) -> None:
-    inputs = [torch.randn(5, 32) * 3**n for n in range(4)]
-    whole = model()
-    wanted = steps(whole, inputs, recipe)
-    first = model()
-    steps(first, inputs[:2], recipe)
-    with opfuser.autocast(recipe=recipe):  # scales follow the last call when a region opens
-        pass
-    resumed = model()
-    with opfuser.autocast(recipe=recipe):
-        resumed(inputs[0])  # or one that has state already
-    resumed.load_state_dict(first.state_dict())
-    got = steps(resumed, inputs[2:], recipe)
-    for own, other in zip(got, wanted[2:]):
-        torch.testing.assert_close(own, other, rtol=0, atol=0)
-    fresh = model()
-    fresh.load_state_dict(first.state_dict())
-    torch.testing.assert_close(steps(fresh, inputs[2:], recipe)[-1], wanted[-1], rtol=0, atol=0)
-    torch.testing.assert_close(
-        steps(copy.deepcopy(whole), inputs[:1], recipe), steps(whole, inputs[:1], recipe)
-    )
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("closed", [True, False])
-@pytest.mark.parametrize("recipe", [DelayedScaling(), CURRENT], ids=lambda r: type(r).__name__)
-def test_checkpoints_compute_the_same_again(recipe: Recipe, closed: bool, reentrant: bool) -> None:
-    plain, saving = model(), model()
-    for x in (X, 5 * X, X):
-        grads = []
-        for seq in (plain, saving):
-            own = x.clone().requires_grad_()
-            region = opfuser.autocast(recipe=recipe)
-            with region:
-                y = checkpoint(seq, own, use_reentrant=reentrant) if seq is saving else seq(own)
-                loss = y.square().sum()
-                if not closed:
-                    loss.backward()
-            if closed:
-                loss.backward()
-            grads.append([own.grad, *(p.grad for p in seq.parameters())])
-        for a, b in zip(*grads):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_of_a_sequence_with_a_recipe(reentrant: bool) -> None:
-    """Its region opens again in backward, where scales stay those of the first time."""
-    plain, saving = (model(recipe=DelayedScaling()) for _ in range(2))
-    for x in (X, 5 * X, X):
-        own = [x.clone().requires_grad_() for _ in range(2)]
-        plain(own[0]).square().sum().backward()
-        checkpoint(saving, own[1], use_reentrant=reentrant).square().sum().backward()
-        torch.testing.assert_close(own[1].grad, own[0].grad, rtol=0, atol=0)
 
 
 def test_it_is_skipped_where_no_recipe_is_active() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import opfuser
 from examples.lm_data import load_corpus, training_batch
@@ -49,14 +47,6 @@ class Run(NamedTuple):
             self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
-
-    def state(self) -> dict[str, Any]:
-        both = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy(both)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 @functools.cache
@@ -106,41 +96,3 @@ def test_scales_that_stay_1_miss_the_loss_of_bf16(
     monkeypatch.setattr(state.QuantizationState, "knows", lambda self, role: True)
     losses = start(DelayedScaling()).train(0, STEPS)
     assert mean(losses) > (1 + 2 * CLOSE) * mean(bf16)
-
-
-@by_recipe
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(name: str) -> None:
-    whole, broken = start(RECIPES[name]), start(RECIPES[name])
-    losses = whole.train(0, 10)
-    assert broken.train(0, 5) == losses[:5]
-    resumed = start(RECIPES[name])
-    resumed.load(broken.state())
-    assert resumed.train(5, 10) == losses[5:]
-    with opfuser.autocast():
-        pass  # what was seen enters the histories of both
-    states = whole.state(), resumed.state()
-    torch.testing.assert_close(dict(states[0]["model"]), dict(states[1]["model"]), rtol=0, atol=0)
-
-
-class Called(nn.Module):
-    """A layer that a plain module calls, as a checkpoint or not."""
-
-    def __init__(self, layer: nn.Module, saves: bool) -> None:
-        super().__init__()
-        self.layer, self.saves = layer, saves
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(x) if self.saves else checkpoint(self.layer, x, use_reentrant=False)
-
-
-@by_recipe
-def test_checkpointed_layers_train_as_those_that_save(name: str) -> None:
-    losses = []
-    for saves in (True, False):
-        run = start(RECIPES[name])
-        layers: Any = run.model[1]
-        for n, layer in enumerate(layers):
-            layers[n] = Called(layer, saves)
-        losses.append(run.train(0, 6))
-        assert all(called.layer.last_plan.quantized for called in layers)
-    assert losses[0] == losses[1]
