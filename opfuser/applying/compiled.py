@@ -309,8 +309,8 @@ def _check(decision: Decision, inputs: Sequence[Tensor]) -> None:
         if isinstance(op, (Called, Experts)):
             path = op.path if isinstance(op, Called) else op.router.path
             raise KeptError(f"calls '{path}' as it is")
-    if any(argument.reads_buffers for argument in built.arguments):
-        raise KeptError("turns heads by rows of a buffer, which no function of a graph holds")
+    if built.reads_buffers:
+        raise KeptError("is given what is made of a buffer, which no function of a graph holds")
     for alias in built.aliases:
         if type(parameter := alias.source[alias.source_name]) not in (nn.Parameter, Tensor):
             raise KeptError(f"has parameters of type {type(parameter).__name__}")

@@ -227,6 +227,8 @@ def _read(traced: Trace, *, for_all_sizes: bool = False) -> Reading:
         raise KeptError("extends a cache of keys and values")
     if any(isinstance(op, Attention) and op.bias is not None for op in operations_in(reading)):
         raise KeptError("adds a bias to the scores of attention, which sequences are given apart")
+    if any(isinstance(op, Attention) and op.conditions for op in operations_in(reading)):
+        raise KeptError("hides keys on a condition that it computes, as no operation does")
     for op in operations_in(reading):
         if isinstance(op, Called) and leaves_in(op.arguments, Input):
             raise KeptError(op.reason)

@@ -14,7 +14,7 @@ from .dataflow import Node, Value
 from .heads import HeadsFound, heads_of
 from .kept import KeptError
 from .latents import LatentsFound, latent_heads, latents_of, update_before
-from .masks import masks_of
+from .masks import conditions_of, masks_of
 from .operations import Attention, Heads, Operation, Weights
 from .packing import distinct, gathered, packed, shared_steps, side_by_side, sizes_of
 from .replay import indices_like, origin_of, source_of
@@ -96,6 +96,9 @@ def attention_of(
     k, u = (replace(f, columns=distinct(f)) for f in (k, u))
     heads = sizes_of(q.columns, k.columns, u.columns)
     masks, bias, causal = masks_of(values, core, count)
+    conditions = conditions_of(values, core)
+    if conditions and (update is not None or kept is not None):
+        raise KeptError("hides keys that a cache keeps, by -inf")
     forks = not is_cross and bool(q.steps) and heads.size != heads.value_size
     unweighted = is_cross or shares or kept or forks or bias is not None
     returned = None if unweighted else _returned(values, core, update)
@@ -110,6 +113,7 @@ def attention_of(
         core.sinks,
         bias,
         None if returned is None else _output(values, returned),
+        conditions,
     )
     if kept is not None:
         latents, branches = latents_of(heads, (q, k, u), kept)
@@ -196,7 +200,7 @@ def _returned(values: Values, core: Core, update: Node | None) -> Value | None:
 
 def _is_shared(v: Value, joined: Value, core: Core) -> bool:
     """Whether queries of one token may be the heads that share a head of keys."""
-    masked = any(mask.shape[-2:-1] != (1,) for mask, _ in core.masks)
+    masked = core.conditions or any(mask.shape[-2:-1] != (1,) for mask, _ in core.masks)
     if len(joined.shape) != 4 or joined.shape[2] == 1:
         return False
     alone = math.prod(v.shape[:-1]) == joined.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ class Built:
         input: the number of the input that it is called with.
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
+        conditions: operations of attention, and the conditions on which they see keys.
         cached: operations that extend a cache, and the numbers of their layers there.
         extras: what makes the extra inputs of the sequence, in their order.
         outputs: how many tensors it returns, in a tuple if there are several.
@@ -84,6 +86,7 @@ class Built:
         self.sequence = Sequential()
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
+        self.conditions: list[tuple[basic.DotProductAttention, tuple[tuple[Made, bool], ...]]] = []
         self.cached: list[tuple[basic.DotProductAttention | CachedRows, int]] = []
         self.extras: list[Memory | Added] = []
         self.ones: list[tuple[nn.Module, str]] = []
@@ -94,6 +97,12 @@ class Built:
         self._weights: list[tuple[nn.Module, str]] = []
         self._makers: dict[Made, Maker] = {}
         self._made: tuple[tuple[int, Made], ...] = ()
+
+    @property
+    def reads_buffers(self) -> bool:
+        """Whether calls are given what is made of buffers of the module."""
+        made = any(how.buffers for how in self._makers)
+        return made or any(argument.reads_buffers for argument in self.arguments)
 
     def follow(self) -> None:
         """Takes over the parameters that the module has now."""
@@ -136,6 +145,8 @@ class Built:
         kwargs: dict[Any, dict[str, Any]] = {}
         for argument in self.arguments:
             kwargs.setdefault(argument.op, {})[argument.keyword] = argument.value(inputs)
+        for attend, conditions in self.conditions:
+            kwargs.setdefault(attend, {})["mask"] = seen_by(conditions, made)
         for op, layer in self.cached:
             kwargs.setdefault(op, {})["cache"] = LayerCache(cache, layer, op.causal)
         extra: list[Tensor] = []
@@ -193,6 +204,13 @@ def tables_of(
         given[1] = -given[1]
     both = torch.stack(given).flatten(1, -2)
     return both.to(torch.promote_types(both.dtype, torch.float32))
+
+
+def seen_by(conditions: Sequence[tuple[Made, bool]], made: dict[Made, Tensor]) -> Tensor:
+    """One mask of four dimensions, in which True is where a key is seen."""
+    each = [made[how] if seen else ~made[how] for how, seen in conditions]
+    wide = [t[(None,) * (4 - t.dim())] for t in each]
+    return functools.reduce(torch.logical_and, wide)
 
 
 def mask_of(masks: tuple[Mask, ...], stream: int, inputs: Sequence[Any]) -> Tensor:

@@ -85,9 +85,9 @@ class _Construction(Built):
         return self.aliased(op, **{n: path for n, path in paths.items() if path is not None})
 
     def _made_by(self, made: read.Made) -> read.Made:
-        """The same, of which there is what makes it from now on."""
+        """The same, which each call makes from now on."""
         if made not in self._makers:
-            maker = self._makers[made] = Maker(made)
+            maker = self._makers[made] = Maker(made, list(map(self._buffer, made.buffers)))
             self.aliased(maker, **{f"p{n}": path for n, path in enumerate(made.parameters)})
         return made
 
@@ -290,6 +290,10 @@ class _Construction(Built):
             if self._of_numbers:  # which have not the dtype that masks are made in
                 raise KeptError("masks attention, and is given numbers of rows of a table")
             self.arguments.append(Argument(made, "mask", partial(mask_of, op.masks, self.input)))
+        if op.conditions:
+            self.conditions.append((made, op.conditions))
+            for how, _ in op.conditions:
+                self._made_by(how)
         if op.cache is not None:
             self.cached.append((made, op.cache))
             self.fills = True

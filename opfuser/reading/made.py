@@ -1,4 +1,4 @@
-"""Tensors that a forward makes of sizes and parameters alone, such as biases of positions."""
+"""Tensors that a forward makes of sizes and parameters, such as biases of positions, and masks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .call_key import is_plain
-from .dataflow import Dataflow, Node, Value, tensors_in, values_in
+from .dataflow import Dataflow, Node, Origin, Value, tensors_in, values_in
 from .operations import Constant, Made, Range, SizeOf, Taken
 from .reads import is_scalar
 from .sizes import Size, function_of
@@ -20,17 +20,20 @@ _SIZE = re.compile(r"s\[(\d+)\]")
 
 
 class _UnknownError(Exception):
-    """Something is no function of sizes and parameters."""
+    """Something is no function of sizes and of what may be read."""
 
 
-def made_of(dataflow: Dataflow, v: Value) -> Made | None:
-    """How a tensor is made of sizes and parameters; None if it depends on anything else.
+def made_of(
+    dataflow: Dataflow, v: Value, origins: Sequence[Origin] = ("parameter",)
+) -> Made | None:
+    """How a tensor is made of sizes and tensors of these origins; None if of anything else.
 
-    The functions of torch that made it are called again, with the sizes of each call.
+    The functions of torch that made it are called again, with the sizes of each call. Inputs that
+    need a gradient are none of its.
     """
     try:
         nodes = _nodes_of(v)
-        return _Recipe(dataflow).made(v, [n for n in dataflow.nodes if n in nodes])
+        return _Recipe(dataflow, origins).made(v, [n for n in dataflow.nodes if n in nodes])
     except _UnknownError:
         return None
 
@@ -47,43 +50,49 @@ def _nodes_of(v: Value) -> set[Node]:
             raise _UnknownError
         found.add(node)
         left += values_in((node.args, node.kwargs))
-    if not found:
-        raise _UnknownError
     return found
 
 
 class _Recipe:
     """Numbers the tensors that functions take, in the order in which they are there."""
 
-    def __init__(self, dataflow: Dataflow) -> None:
+    def __init__(self, dataflow: Dataflow, origins: Sequence[Origin]) -> None:
         self.dataflow = dataflow
-        self.parameters: dict[Value, int] = {}
-        self.results: dict[Value, int] = {}
+        self.leaves: dict[Origin, list[Value]] = {origin: [] for origin in origins}
+        self.numbers: dict[Value, int] = {}
 
     def made(self, v: Value, nodes: Sequence[Node]) -> Made:
-        for node in nodes:
-            for given in values_in((node.args, node.kwargs)):
-                if given.node is None:
-                    self.parameter(given)
+        given = [v, *(given for node in nodes for given in values_in((node.args, node.kwargs)))]
+        for leaf in dict.fromkeys(given):
+            if leaf.node is None:
+                self.add(leaf)
+        for origin in ("parameter", "buffer", "input"):
+            for leaf in self.leaves.get(origin, ()):
+                self.numbers[leaf] = len(self.numbers)
         calls = []
         for node in nodes:
             args, kwargs = node.given
             keywords = tuple((name, self.leaf(part)) for name, part in kwargs.items())
             calls.append((node.function, tuple(map(self.leaf, args)), keywords))
             for result in node.results:
-                self.results[result] = len(self.parameters) + len(self.results)
-        names = tuple(p.name for p in self.parameters)
-        return Made(names, tuple(calls), self.results[v])
+                self.numbers[result] = len(self.numbers)
+        parameters, buffers = (
+            tuple(v.name for v in self.leaves.get(origin, ())) for origin in ("parameter", "buffer")
+        )
+        inputs = tuple(map(self.dataflow.inputs.index, self.leaves.get("input", ())))
+        return Made(parameters, tuple(calls), self.numbers[v], buffers, inputs)
 
-    def parameter(self, v: Value) -> None:
-        if v.origin != "parameter" or v.foreign or v.real is None or not is_plain(v.real):
+    def add(self, v: Value) -> None:
+        plain = v.origin == "input" or (v.real is not None and is_plain(v.real))
+        differentiated = v.origin == "input" and v.requires_grad
+        if v.origin not in self.leaves or v.foreign or not plain or differentiated:
             raise _UnknownError
-        self.parameters.setdefault(v, len(self.parameters))
+        self.leaves[v.origin].append(v)
 
     def leaf(self, part: Any) -> Any:
         """An argument as data that can be hashed."""
         if isinstance(part, Value):
-            return Taken(self.parameters.get(part, self.results.get(part, -1)))
+            return Taken(self.numbers.get(part, -1))
         if isinstance(part, Size):
             return self.size(part)
         if isinstance(part, slice):
@@ -117,15 +126,18 @@ class Maker(nn.Module):
 
     Args:
         made: how. Its parameters are attributes of this module, ``p0`` and so on.
+        buffers: where its buffers are, each by what holds it and its name there.
     """
 
-    def __init__(self, made: Made) -> None:
+    def __init__(self, made: Made, buffers: Sequence[tuple[dict[str, Any], str]] = ()) -> None:
         super().__init__()
-        self.made = made
+        self.made, self.buffers_of = made, tuple(buffers)
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """The tensor for the inputs of a call."""
         known: list[Any] = [self._parameters[f"p{n}"] for n in range(len(self.made.parameters))]
+        known += [holder[name] for holder, name in self.buffers_of]
+        known += [inputs[number] for number in self.made.inputs]
 
         def leaf(part: Any) -> Any:
             if type(part) is Taken:

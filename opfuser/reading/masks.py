@@ -80,6 +80,25 @@ def masks_of(
     return masks, bias, core.causal or added.causal
 
 
+def conditions_of(values: Values, core: Core) -> tuple[tuple[Made, bool], ...]:
+    """The conditions on which keys are hidden: how they are made, and whether True is seen.
+
+    Raises:
+        KeptError: one is made of something else than masks, or stands beside masks.
+    """
+    found = []
+    for condition, seen in core.conditions:
+        made = made_of(values.dataflow, condition, ("parameter", "buffer", "input"))
+        if made is None:
+            raise KeptError(f"{computed(condition)}, in a condition that hides keys of attention")
+        if len(core.q.shape) == 3 and len(condition.shape) > 2:
+            raise KeptError("hides keys of scores that are of batch and heads in one")
+        found.append((made, seen))
+    if found and core.masks:
+        raise KeptError("hides keys by -inf, and adds masks of attention")
+    return tuple(found)
+
+
 def _add_parts(values: Values, v: Value, factor: float, heads: int, added: _Added) -> None:
     """Notes the parts that a mask is the sum of, or that choose between another and a number."""
     op, args = values.term(v)

@@ -66,7 +66,7 @@ class Embedding(Operation):
 
 @dataclass(frozen=True)
 class Taken:
-    """Stands for a tensor by its number: first come parameters, then what functions return."""
+    """Stands for a tensor by its number: parameters, buffers, inputs, then results."""
 
     number: int
 
@@ -99,18 +99,22 @@ class Range:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that functions of torch make of parameters and of sizes of inputs.
+    """A tensor that functions of torch make of parameters, buffers, inputs, and sizes of inputs.
 
     Attributes:
         parameters: their paths.
         calls: of functions, in order, with arguments and pairs of keywords and arguments, in which
             :class:`Taken`, :class:`SizeOf`, :class:`Constant` and :class:`Range` stand for others.
         number: of the tensor among all.
+        buffers: their paths.
+        inputs: their numbers.
     """
 
     parameters: tuple[str, ...]
     calls: tuple[tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
     number: int
+    buffers: tuple[str, ...] = ()
+    inputs: tuple[int, ...] = ()
 
     @property
     def least_constant(self) -> float:
@@ -414,6 +418,7 @@ class Attention(Operation):
         bias: what is added to the scores and may need a gradient: an input, by its number, without
             large negative numbers, or how it is made; or None.
         weights: where the module returns them, before dropout; None if it does not.
+        conditions: bool tensors, and whether a key is seen where one is True, or is hidden there.
     """
 
     heads: Heads
@@ -426,6 +431,7 @@ class Attention(Operation):
     sinks: str | None = None
     bias: int | Made | None = None
     weights: Weights | None = None
+    conditions: tuple[tuple[Made, bool], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Core:
             the first two.
         scale: of the scores, besides factors of q and k.
         masks: what is added to the scores, each with its factor.
+        conditions: what hides keys, and whether it is True where they are seen.
         weights: the result of softmax; None if it is not seen.
     """
 
@@ -37,6 +39,7 @@ class Core:
     dropout_p: float = 0.0
     softcap: float | None = None
     masks: tuple[tuple[Value, float], ...] = ()
+    conditions: tuple[tuple[Value, bool], ...] = ()
     sinks: str | None = None
     weights: Value | None = None
 
@@ -69,7 +72,8 @@ def core_of(values: Values, v: Value) -> Core | None:
     scores, name = _unshifted(values, args[0]), None
     if sinks is not None:
         scores, name = _without_sinks(values, scores, sinks[1])
-    scores, summed, factor = _without_masks(values, scores)
+    conditions: list[tuple[Value, bool]] = []
+    scores, summed, factor = _without_masks(values, scores, conditions)
     core = _scores_of(values, scores)
     return replace(
         core,
@@ -78,13 +82,19 @@ def core_of(values: Values, v: Value) -> Core | None:
         softcap=core.softcap and factor * core.softcap,
         dropout_p=p,
         masks=(*((m, factor * f) for m, f in core.masks), *summed),
+        conditions=tuple(conditions),
         sinks=name,
         weights=weights,
     )
 
 
-def _without_masks(values: Values, scores: Value) -> tuple[Value, list[tuple[Value, float]], float]:
-    """(scores, the masks that are added to them, with their factors, the factor of the scores)."""
+def _without_masks(
+    values: Values, scores: Value, conditions: list[tuple[Value, bool]]
+) -> tuple[Value, list[tuple[Value, float]], float]:
+    """(scores, the masks that are added to them, with their factors, the factor of the scores).
+
+    Notes the conditions on which scores are -inf.
+    """
     summed: list[tuple[Value, float]] = []
     factor = 1.0
     while True:
@@ -92,11 +102,30 @@ def _without_masks(values: Values, scores: Value) -> tuple[Value, list[tuple[Val
         if op == "add" and isinstance(args[1], Value):
             scores, mask = args if _is_added(values, args[1]) else args[::-1]
             summed.insert(0, (mask, factor))
+        elif (condition := _condition(op, args, scores)) is not None:
+            scores, hides, seen = condition
+            conditions.append((hides, seen))
         elif op in ("mul", "div") and is_number(args[1]) and _is_sum(values, args[0]):
             factor = factor * args[1] if op == "mul" else factor / args[1]
             scores = args[0]
         else:
             return scores, summed, factor
+
+
+def _condition(op: str, args: tuple[Any, ...], scores: Value) -> tuple[Value, Value, bool] | None:
+    """(what is -inf on a condition, the condition, whether it is True where it is not)."""
+    if len(args) != 3 or not is_number(args[2]) or args[2] != -math.inf:
+        return None
+    if op == "masked_fill":
+        inner, condition = args[:2]
+    elif op == "where":
+        condition, inner = args[:2]
+    else:
+        return None
+    given = isinstance(inner, Value) and isinstance(condition, Value)
+    if not given or inner.shape != scores.shape or condition.meta.dtype != torch.bool:
+        return None
+    return inner, condition, op == "where"
 
 
 def _is_sum(values: Values, v: Any) -> bool:
