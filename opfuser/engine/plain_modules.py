@@ -96,12 +96,12 @@ def replacement(module: nn.Module) -> Replacement | None:
     a module with hooks or a forward of its own.
     """
     layer = LAYERS.get(type(module))
-    if has_hooks(module) or replaces_forward(module):
+    if type(module) is not nn.Sequential and (layer is None or layer.example is None):
         return None
-    if type(module) is nn.Sequential:
+    if has_hooks(module) or replaces_forward(module) or _lacks_option(module):
+        return None
+    if layer is None:
         return Replacement("opfuser.Sequential", ())
-    if layer is None or layer.example is None or _lacks_option(module):
-        return None
     text = f'("{module.approximate}")' if isinstance(module, nn.GELU) else ""
     operations = _stand_ins(layer, getattr(module, "bias", None) is not None)
     return Replacement(f"opfuser.{layer.operation.__name__}{text}", operations)

@@ -35,7 +35,7 @@ class RowGroups(NamedTuple):
 
     @property
     def ends(self) -> Tensor | None:
-        """Those of ``kernels.groups.group_ends``, (2, G), if only the device knows the sizes."""
+        """The ``kernels.groups.group_ends``, (2, G), if only the device knows the sizes."""
         return self.sizes if self.sizes.dim() == 2 else None
 
     def spread(self, table: Tensor, rows: int) -> Tensor:
