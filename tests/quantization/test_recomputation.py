@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -433,9 +434,10 @@ def test_formats_of_gradients_that_alternate() -> None:
     hybrid, narrow = DelayedScaling(), DelayedScaling(fp8_format=Format.E4M3, margin=1)
     model = warm(lambda: Sequential(BasicLinear(DIM, DIM)), hybrid)
     weight = next(model.parameters())
-    for order in ((0, 1), (1, 0)):
+    # The state is that of the last recipe of forward: each of them has a backward with the other's.
+    for recipes, order in product(((hybrid, narrow), (narrow, hybrid)), ((0, 1), (1, 0))):
         pairs = []
-        for recipe in (hybrid, narrow):
+        for recipe in recipes:
             x = X.clone().requires_grad_()
             with opfuser.autocast(recipe=recipe):
                 pairs.append((x, model(x)))
