@@ -123,7 +123,7 @@ def test_which_masks_are_taken(
     """Those of numbers would have to be looked at, to tell whether gradients are exact."""
     monkeypatch.setattr(compiled, "operations_in", lambda _: [])
     decision: Any = SimpleNamespace(
-        built=SimpleNamespace(aliases=[], arguments=[]),
+        built=SimpleNamespace(aliases=[], reads_buffers=False),
         reading=(),
         arrange=None,
         masks=((1, strictly),),
