@@ -48,8 +48,9 @@ class _Mutating(TorchFunctionMode):
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if _is_in_a_cache(inspect.currentframe()):
-            return result  # of which a trace knows the result alone
+        # A trace alone makes stand-ins of parametrised weights; of a cache it knows the result.
+        if function is torch.empty_strided or _is_in_a_cache(inspect.currentframe()):
+            return result
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, Tensor) or not (first.is_floating_point() and first.dim()):
             return result
