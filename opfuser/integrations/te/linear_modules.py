@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from .options import Options, refuse_delay, refuse_option, refuse_others, values
 Device = torch.device | str | None
 Dtype = torch.dtype | None
 Split = tuple[tuple[str, int], ...]
+_Known = TypeVar("_Known")
 
 _ACTIVATIONS = {row.te: row for row in ACTIVATIONS.values() if row.te is not None}
 _NORMS = {kind.__name__: kind for kind in reversed([*NORMS.values()])}
@@ -34,15 +35,26 @@ _OF_NORM = ("eps", "normalization", "zero_centered_gamma", "return_layernorm_out
 _NORM_NAMES = {"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}
 
 
-def norm(options: Any, features: int, device: Device, dtype: Dtype) -> LayerNorm | RMSNorm:
-    """The norm that ``options`` with fields ``normalization``, ``eps`` and so on ask for."""
-    found = _NORMS.get(options.normalization)
+def _named(options: Any, field: str, known: Mapping[str, _Known]) -> _Known:
+    """What a field of ``options`` names.
+
+    Raises:
+        ArgumentError: it names nothing that is known.
+    """
+    name = getattr(options, field)
+    found = known.get(name)
     if found is None:
         raise ArgumentError.explained(
-            f"normalization is one of {', '.join(_NORMS)}",
+            f"{field} is one of {', '.join(known)}",
             where=type(options).__name__,
-            received=repr(options.normalization),
+            received=repr(name),
         )
+    return found
+
+
+def norm(options: Any, features: int, device: Device, dtype: Dtype) -> LayerNorm | RMSNorm:
+    """The norm that ``options`` with fields ``normalization``, ``eps`` and so on ask for."""
+    found = _named(options, "normalization", _NORMS)
     centered = options.zero_centered_gamma
     where: Any = {"device": device, "dtype": dtype}
     return found(features, eps=options.eps, zero_centered_gamma=centered, **where)
@@ -206,13 +218,7 @@ class LayerNormMLPOptions(Options):
         }
 
     def _activation(self) -> Any:
-        row = _ACTIVATIONS.get(self.activation)
-        if row is None:
-            raise ArgumentError.explained(
-                f"activation is one of {', '.join(_ACTIVATIONS)}",
-                where=type(self).__name__,
-                received=repr(self.activation),
-            )
+        row = _named(self, "activation", _ACTIVATIONS)
         params = dict(self.activation_params or {})
         if set(params) - {"limit", "alpha", "glu_linear_offset"} or (
             params and row.operation is not ClampedSwiGLU
