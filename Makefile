@@ -117,6 +117,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/host_overhead.py
 	$(BIN)/python benchmarks/host_recipes.py
 	$(BIN)/python benchmarks/host_sharded.py
+	$(BIN)/python benchmarks/applied.py
 	$(BIN)/python benchmarks/block_cpu.py
 	$(BIN)/python benchmarks/compiled_cpu.py
 	$(BIN)/python -m benchmarks.memory
