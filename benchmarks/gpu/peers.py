@@ -46,6 +46,7 @@ _QUACK = Peer("quack.gemm_interface", f"quack-kernels==0.6.4, {_DSL}, torch-c-dl
 # Private; what torch has of quack 0.6.4, for its own kernels.
 _IN_TORCH = Peer("torch._vendor.quack.gemm_interface", f"torch>=2.15, {_DSL}, einops")
 _CUTE = "liger_kernel.ops.cutedsl.ops"
+_CHUNKED = "LinearCrossEntropyOptions"  # else it computes all logits at once
 PEERS = {
     LIGER: Peer("liger_kernel.ops", "liger-kernel==0.8.5"),
     LIGER_CUTE: Peer(_CUTE, f"liger-kernel==0.8.5, {_DSL}"),
@@ -138,11 +139,21 @@ def attribute(path: str) -> Any:
 
 
 def quack(build: Callable[[bool], Function]) -> Functions:
-    """The entries of what quack can tune; tuning tries some 40 kernels for each GEMM."""
-    return {
-        **peer(QUACK_AS_IS, lambda: build(False)),
-        **peer(QUACK, lambda: build(True)),
-    }
+    """The entries of what quack can tune: some 40 kernels for each GEMM."""
+
+    def tuned() -> Function:
+        quack_tunes_quickly()
+        return build(True)
+
+    return {**peer(QUACK_AS_IS, lambda: build(False)), **peer(QUACK, tuned)}
+
+
+@functools.cache
+def quack_tunes_quickly() -> None:
+    """Makes its tuner time a kernel 20 times, not 200: that takes minutes for large GEMMs."""
+    tuner, name = attribute("quack.autotuner"), "_bench_cuda_graph_l2_rotate"
+    how: Any = {"warmup_target_ms": 20.0, "n_timed_calls": 20}
+    setattr(tuner, name, functools.partial(getattr(tuner, name), **how))
 
 
 @functools.cache
@@ -275,8 +286,8 @@ def linear_cross_entropy(w: nn.Parameter) -> Functions:
         return lambda x, t: loss(x, w, t)
 
     def for_torch() -> Function:
-        loss = attribute(PEERS[TORCH_LOSS].found)
-        return lambda x, t: loss(x, w, t)
+        loss, options = attribute(PEERS[TORCH_LOSS].found), attribute(f"torch.nn:{_CHUNKED}")()
+        return lambda x, t: loss(x, w, t, options=options)
 
     return {
         **peer(LIGER, for_liger),

@@ -99,14 +99,18 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         for function in functions:
             setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, name, module)
+    tuner: Any = ModuleType("quack.autotuner")
+    tuner._bench_cuda_graph_l2_rotate = lambda **how: how
+    monkeypatch.setitem(sys.modules, "quack.autotuner", tuner)
     for name in (peers.LIGER, peers.TE, peers.QUACK_IN_TORCH):
         found = peers.PEERS[name].found.partition(".")[0]
         monkeypatch.setitem(sys.modules, found if found != "torch" else "torch._vendor", None)
-    peers.lacking.cache_clear()
-    peers.attribute.cache_clear()
+    caches = peers.lacking, peers.attribute, peers.quack_tunes_quickly
+    for cache in caches:
+        cache.cache_clear()
     yield monkeypatch
-    peers.lacking.cache_clear()
-    peers.attribute.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 PROBLEMS: dict[str, Any] = {
@@ -140,6 +144,14 @@ def test_quack_computes_what_torch_does_in_float64(name: str, on_a_gpu: pytest.M
         assert reason.startswith(f"not installed: needs {peers.PEERS[who].needs} (")
 
 
+def test_quack_tunes_with_fewer_samples_of_each_kernel(on_a_gpu: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        peers.quack_tunes_quickly()
+    tuner: Any = peers.attribute("quack.autotuner")
+    how = tuner._bench_cuda_graph_l2_rotate()
+    assert how == {"warmup_target_ms": 20.0, "n_timed_calls": 20}
+
+
 def test_a_row_in_the_table_says_not_installed() -> None:
     row = {"case": "", "contestant": peers.QUACK, "failure": "not installed: needs it"}
     assert tables.cell(row, "blocks") == "not installed"
@@ -162,3 +174,6 @@ def test_arguments_are_those_of_the_stand_ins() -> None:
             own = inspect.signature(peers.attribute(f"{name}:{function.__name__}")).parameters
             given = inspect.signature(function).parameters
             assert set(given) <= set(own), (quack.__version__, name)
+    tuner = peers.attribute("quack.autotuner")
+    own = inspect.signature(tuner._bench_cuda_graph_l2_rotate).parameters
+    assert {"warmup_target_ms", "n_timed_calls"} <= set(own)
