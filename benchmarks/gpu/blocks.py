@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import opfuser
 from benchmarks import timing
-from benchmarks.gpu import peers, replay, torch_models
+from benchmarks.gpu import peer_blocks, peers, replay, torch_models
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
 from benchmarks.gpu.gemm_problems import in_float64
@@ -115,10 +115,10 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
         **replay.replayed(share(swiglu_block(config), source), options.device),
         "opfuser, recompute": share(swiglu_block(replace(config, recompute="mlp")), source),
         "torch": source,
-        **peers.with_parts(
+        **peer_blocks.with_parts(
             lambda parts: share(torch_models.swiglu_block(config, parts), source), peers.LIGER
         ),
-        **peers.swiglu_block(norm, fc1, fc2, EPS),
+        **peer_blocks.swiglu_block(norm, fc1, fc2, EPS),
     }
     ffn = config.ffn_features
     return Problem(
@@ -144,9 +144,11 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
         "opfuser": share(decoder_layer(config), source),
         **replay.replayed(share(decoder_layer(config), source), options.device),
         "torch": source,
-        **peers.with_parts(
-            lambda parts: share(torch_models.decoder_layer(config, parts, length), source)
+        **peer_blocks.with_parts(
+            lambda parts: share(torch_models.decoder_layer(config, parts, length), source),
+            peers.LIGER,
         ),
+        **peer_blocks.decoder_layer(source, EPS),
         **peers.peer(peers.TE, lambda: EngineLayer(source, kind, num_gqa_groups=config.key_heads)),
     }
     return Problem(
@@ -184,7 +186,7 @@ def gpt(options: Options, dim: int, tokens: int, dropout: float = 0.0) -> Proble
         "torch": source,
     }
     if not dropout:
-        functions.update(peers.gpt_block(parameters, EPS))
+        functions.update(peer_blocks.gpt_block(parameters, EPS))
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, dim),)),
         functions,

@@ -256,7 +256,7 @@ def solve(case: Case, options: Options, modes: tuple[str, ...]) -> Iterator[Row]
     Who took too long for one size is not tried with the next.
     """
     slow: dict[str, str] = {}
-    for size, with_compile in case.chosen(options) if options.only in case.name else ():
+    for size, with_compile in case.chosen(options) if options.runs(case.name) else ():
         label: Row = {"case": case.name, "size": dict(size), "dtype": str(options.dtype)[6:]}
         if options.out_of_time():
             yield {**label, "pass": "", "contestant": "", "failure": "not run: no time was left"}

@@ -49,7 +49,7 @@ def steps(case: Case, contestant: str, options: Options, count: int = STEPS) -> 
 
 def rows(options: Options) -> Iterator[Row]:
     """The first steps of one model, for a few contestants."""
-    if options.only not in CASE:
+    if not options.runs(CASE):
         return
     size, _ = FIRST.chosen(options)[0]
     label = {"case": CASE, "size": dict(size), "dtype": str(options.dtype)[6:]}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from benchmarks.gpu import peers
+from benchmarks.gpu import peer_blocks
 from benchmarks.gpu.problem import STEP, Function, Inputs, Options, Problem
 from benchmarks.gpu.row_problems import EPS, drawing
 from benchmarks.gpu.torch_models import Gated, Parts
@@ -57,7 +57,7 @@ def norm_linear(options: Options, dim: int, tokens: int) -> Problem:
     functions: dict[str, Function] = {
         "opfuser": ours,
         "torch": source,
-        **peers.norm_linear(norm.weight, linear.weight, EPS),
+        **peer_blocks.norm_linear(norm.weight, linear.weight, EPS),
     }
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, 7 * dim),)),
@@ -78,7 +78,7 @@ def linear_swiglu(options: Options, dim: int, tokens: int) -> Problem:
     functions: dict[str, Function] = {
         "opfuser": opfuser.Sequential(op, opfuser.SwiGLU()),
         "torch": source,
-        **peers.linear_swiglu(linear.weight),
+        **peer_blocks.linear_swiglu(linear.weight),
     }
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, 7 * dim // 2),)),

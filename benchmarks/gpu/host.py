@@ -67,7 +67,7 @@ def kinds(options: Options) -> tuple[Kind, ...]:
 def rows(options: Options) -> Iterator[Row]:
     label = {"size": {"rows": ROWS, "cols": COLS}, "dtype": str(options.dtype)[6:]}
     for kind in kinds(options):
-        if options.only not in kind.name:
+        if not options.runs(kind.name):
             continue
         x = torch.randn(ROWS, COLS, device=options.device).to(options.dtype)
         for passed, make in (("forward, no grad", forward_call), ("step", step_call)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import peers
+from benchmarks.gpu import peer_blocks
 from benchmarks.gpu.blocks import randomise
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row
@@ -70,7 +70,7 @@ def training(
     functions: dict[str, Function] = {
         "opfuser": share(decoder_lm(config), source),
         "torch": source,
-        **peers.with_parts(lambda parts: share(DecoderLM(config, parts, length), source)),
+        **peer_blocks.with_parts(lambda parts: share(DecoderLM(config, parts, length), source)),
     }
     return Problem(
         batches(options, config.vocab_size, batch, length),

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.problem import Function, Missing
-from benchmarks.gpu.torch_models import Parts
 
 LIGER = "Liger-Kernel"
+LIGER_CUTE = "Liger-Kernel, CuTe"
 QUACK = "quack"
+QUACK_AS_IS = "quack, not tuned"  # its GEMMs in their default configuration
 TE = "Transformer Engine"
 TORCHAO = "torchao"
 QUACK_IN_TORCH = "quack in torch"
+FLEX_GEMM = "FlexGEMM"
 TORCH_LOSS = "torch, linear_cross_entropy"
 
 
@@ -39,14 +41,21 @@ class Peer(NamedTuple):
     needs: str
 
 
-_DSL = "nvidia-cutlass-dsl[cu13]==4.6.2, apache-tvm-ffi<0.2, torch-c-dlpack-ext, einops"
+_DSL = "nvidia-cutlass-dsl[cu13]==4.6.2, apache-tvm-ffi<0.2"
+_QUACK = Peer("quack.gemm_interface", f"quack-kernels==0.6.4, {_DSL}, torch-c-dlpack-ext, einops")
+# Private; what torch has of quack 0.6.4, for its own kernels.
+_IN_TORCH = Peer("torch._vendor.quack.gemm_interface", f"torch>=2.15, {_DSL}, einops")
+_CUTE = "liger_kernel.ops.cutedsl.ops"
+_CHUNKED = "LinearCrossEntropyOptions"  # else it computes all logits at once
 PEERS = {
     LIGER: Peer("liger_kernel.ops", "liger-kernel==0.8.5"),
-    QUACK: Peer("quack.gemm_interface", f"quack-kernels==0.6.4, {_DSL}"),
+    LIGER_CUTE: Peer(_CUTE, f"liger-kernel==0.8.5, {_DSL}"),
+    QUACK: _QUACK,
+    QUACK_AS_IS: _QUACK,
     TE: Peer("transformer_engine.pytorch", "transformer-engine[pytorch]==2.20"),
     TORCHAO: Peer("torchao", "torchao"),
-    # Private; what torch has of quack 0.6.4, for its own kernels.
-    QUACK_IN_TORCH: Peer("torch._vendor.quack.gemm_interface", f"torch>=2.15, {_DSL}"),
+    QUACK_IN_TORCH: _IN_TORCH,
+    FLEX_GEMM: _IN_TORCH,  # its backend
     TORCH_LOSS: Peer("torch.nn.functional:linear_cross_entropy", "torch>=2.15"),
 }
 
@@ -127,6 +136,24 @@ def attribute(path: str) -> Any:
     module, _, name = path.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
+
+
+def quack(build: Callable[[bool], Function]) -> Functions:
+    """The entries of what quack can tune: some 40 kernels for each GEMM."""
+
+    def tuned() -> Function:
+        quack_tunes_quickly()
+        return build(True)
+
+    return {**peer(QUACK_AS_IS, lambda: build(False)), **peer(QUACK, tuned)}
+
+
+@functools.cache
+def quack_tunes_quickly() -> None:
+    """Makes its tuner time a kernel 20 times, not 200: that takes minutes for large GEMMs."""
+    tuner, name = attribute("quack.autotuner"), "_bench_cuda_graph_l2_rotate"
+    how: Any = {"warmup_target_ms": 20.0, "n_timed_calls": 20}
+    setattr(tuner, name, functools.partial(getattr(tuner, name), **how))
 
 
 @functools.cache
@@ -226,9 +253,11 @@ def geglu() -> Functions:
 
 
 def cross_entropy() -> Functions:
-    def for_liger() -> Function:
-        apply = liger("CrossEntropy")
+    def for_liger(apply: Function) -> Function:
         return lambda x, t: apply(x, t, None, -100, 0.0, 0.0, "mean", None, False)[0]
+
+    def for_cute() -> Function:
+        return for_liger(attribute(f"{_CUTE}:LigerCrossEntropyFunction").apply)
 
     def for_quack() -> Function:
         loss = attribute("quack.cross_entropy:cross_entropy")
@@ -238,7 +267,12 @@ def cross_entropy() -> Functions:
         loss = attribute("transformer_engine.pytorch.cross_entropy:parallel_cross_entropy")
         return lambda x, t: loss(x[None], t[None], 0.0, True)
 
-    return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
+    return {
+        **peer(LIGER, lambda: for_liger(liger("CrossEntropy"))),
+        **peer(LIGER_CUTE, for_cute),
+        **peer(QUACK, for_quack),
+        **peer(TE, for_te),
+    }
 
 
 def linear_cross_entropy(w: nn.Parameter) -> Functions:
@@ -246,154 +280,18 @@ def linear_cross_entropy(w: nn.Parameter) -> Functions:
         apply = liger("FusedLinearCrossEntropy")
         return lambda x, t: apply(x, w, t)[0]
 
-    def for_torch() -> Function:
-        loss = attribute(PEERS[TORCH_LOSS].found)
+    def for_cute() -> Function:
+        name = "fused_linear_cross_entropy_sm90"
+        loss = attribute(f"{_CUTE}.{name}:liger_{name}")
         return lambda x, t: loss(x, w, t)
+
+    def for_torch() -> Function:
+        loss, options = attribute(PEERS[TORCH_LOSS].found), attribute(f"torch.nn:{_CHUNKED}")()
+        return lambda x, t: loss(x, w, t, options=options)
 
     return {
         **peer(LIGER, for_liger),
+        **peer(LIGER_CUTE, for_cute),
         **peer(QUACK, lambda: lambda x, t: quack_loss(x, w, t)),
         **peer(TORCH_LOSS, for_torch),
     }
-
-
-def with_parts(build: Callable[[Parts], Function], *names: str) -> Functions:
-    """A torch.nn model in which each library, or each one named, replaces some modules."""
-    offers = {
-        LIGER: Parts(
-            rms_norm=lambda x, w, eps: liger("RMSNorm")(x, w, eps, 0.0, "llama", False),
-            # Its backward returns the gradient of a matrix.
-            swiglu=lambda x: liger("FusedGateUpSiLUMul")(x.flatten(0, -2), False).unflatten(
-                0, x.shape[:-1]
-            ),
-            layer_norm=liger_layer_norm,
-            linear_cross_entropy=liger_loss,
-        ),
-        QUACK: Parts(
-            rms_norm=lambda x, w, eps: attribute("quack.rmsnorm:rmsnorm")(x, w, eps=eps),
-            linear_cross_entropy=quack_loss,
-        ),
-    }
-    functions: Functions = {}
-    for name in names or offers:
-        functions |= peer(name, lambda parts=offers[name]: build(parts))
-    return functions
-
-
-def norm_linear(norm: nn.Parameter, w: nn.Parameter, eps: float) -> Functions:
-    """``rms_norm(x) Wᵀ``."""
-
-    def for_liger() -> Function:
-        apply = liger("RMSNorm")
-        return lambda x: nn.functional.linear(apply(x, norm, eps, 0.0, "llama", False), w)
-
-    def for_quack() -> Function:
-        normed, linear = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.linear:linear_func")
-        return lambda x: linear(normed(x, norm, eps=eps), w)
-
-    def for_te() -> Function:
-        module = engine("LayerNormLinear")(
-            w.shape[1], w.shape[0], eps=eps, bias=False, normalization="RMSNorm",
-            params_dtype=w.dtype, device=w.device,
-        )  # fmt: skip
-        module.layer_norm_weight, module.weight = norm, w
-        built: Function = module
-        return built
-
-    return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
-
-
-def linear_swiglu(w: nn.Parameter) -> Functions:
-    """``silu(g) u`` of ``x Wᵀ = [g, u]``, forward alone: what quack returns has no gradient."""
-
-    def for_liger() -> Function:
-        apply = liger("FusedGateUpSiLUMul")
-        return lambda x: apply(nn.functional.linear(x, w), False)
-
-    def gemm_gated(found: str) -> Function:
-        gemm = attribute(f"{found}:gemm_gated")
-        how: Any = {"activation": "swiglu", "store_preact": False, "concat_layout": ("B",)}
-        return lambda x: gemm(x, w.T, **how)[1]
-
-    return {
-        **peer(LIGER, for_liger),
-        **{n: f for q in (QUACK, QUACK_IN_TORCH)
-           for n, f in peer(q, lambda q=q: gemm_gated(PEERS[q].found)).items()},
-    }  # fmt: skip
-
-
-def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float) -> Functions:
-    """``x + fc2(swiglu(fc1(rms_norm(x))))`` of modules that fuse more than single operations."""
-
-    def for_quack() -> Function:
-        normed, mlp = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.mlp:mlp_func")
-        return lambda x: x + mlp(normed(x, norm, eps=eps), fc1, fc2, "swiglu", concat_layout=True)
-
-    return {
-        **peer(QUACK, for_quack),
-        **peer(TE, lambda: engine_swiglu_block(norm, fc1, fc2, eps)),
-    }
-
-
-def engine_swiglu_block(
-    norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float
-) -> Function:
-    mlp = engine("LayerNormMLP")(
-        fc2.shape[0],
-        fc2.shape[1],
-        eps=eps,
-        bias=False,
-        normalization="RMSNorm",
-        activation="swiglu",
-        params_dtype=norm.dtype,
-        device=norm.device,
-    )
-    mlp.layer_norm_weight, mlp.fc1_weight, mlp.fc2_weight = norm, fc1, fc2
-    return lambda x: x + mlp(x)
-
-
-def gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Functions:
-    """``x + fc2(gelu(fc1(layer_norm(x))))`` with biases; the order is that of use."""
-    norm, norm_bias, fc1, fc1_bias, fc2, fc2_bias = parameters
-
-    def for_liger() -> Function:
-        normed = liger("LayerNorm")
-        functional = nn.functional
-
-        def block(x: Tensor) -> Any:
-            h = functional.linear(normed(x, norm, norm_bias, eps), fc1, fc1_bias)
-            return x + functional.linear(functional.gelu(h, approximate="tanh"), fc2, fc2_bias)
-
-        return block
-
-    def for_quack() -> Function:
-        mlp = attribute("quack.mlp:mlp_func")
-
-        def block(x: Tensor) -> Any:
-            # Its LayerNorm has no gradient.
-            h = nn.functional.layer_norm(x, norm.shape, norm, norm_bias, eps)
-            return x + mlp(h, fc1, fc2, "gelu_tanh_approx", bias1=fc1_bias, bias2=fc2_bias)
-
-        return block
-
-    return {
-        **peer(LIGER, for_liger),
-        **peer(QUACK, for_quack),
-        **peer(TE, lambda: engine_gpt_block(parameters, eps)),
-    }
-
-
-def engine_gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Function:
-    norm, norm_bias, fc1, fc1_bias, fc2, fc2_bias = parameters
-    mlp = engine("LayerNormMLP")(
-        fc2.shape[0],
-        fc2.shape[1],
-        eps=eps,
-        normalization="LayerNorm",
-        activation="gelu",
-        params_dtype=norm.dtype,
-        device=norm.device,
-    )
-    mlp.layer_norm_weight, mlp.layer_norm_bias = norm, norm_bias
-    mlp.fc1_weight, mlp.fc1_bias, mlp.fc2_weight, mlp.fc2_bias = fc1, fc1_bias, fc2, fc2_bias
-    return lambda x: x + mlp(x)

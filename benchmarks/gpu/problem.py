@@ -35,9 +35,10 @@ class Options:
         seconds: of sampling per measurement.
         modes: of torch.compile, those in ``COMPILED``; None is each part's default.
         deadline: in ``time.monotonic()``, after which no new problem begins.
-        only: a substring of the names of the cases to run.
+        only: substrings of the names of the cases to run.
         limit: seconds that a contestant may take for a size, to be checked and timed.
         without: substrings of the names of contestants that are left out.
+        size: what the sizes to run have, by name.
     """
 
     device: torch.device
@@ -46,14 +47,18 @@ class Options:
     seconds: float = 1.0
     modes: tuple[str, ...] | None = None
     deadline: float = float("inf")
-    only: str = ""
+    only: tuple[str, ...] = ("",)
     limit: float = float("inf")
     without: tuple[str, ...] = ()
+    size: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tiny(self) -> bool:
         """Whether this is a rehearsal on a CPU."""
         return self.device.type != "cuda"
+
+    def runs(self, case: str) -> bool:
+        return any(text in case for text in self.only)
 
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
@@ -168,5 +173,9 @@ class Case:
         """The sizes to run, and whether compiled."""
         if options.tiny:
             return [(self.tiny, True)]
-        every = [(size, i in self.compiled) for i, size in enumerate(self.sizes)]
+        every = [
+            (size, i in self.compiled)
+            for i, size in enumerate(self.sizes)
+            if options.size.items() <= size.items()
+        ]
         return every[:1] if options.quick else every

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import opfuser
 from benchmarks.gpu import model as whole
-from benchmarks.gpu import peers, replay, torch_models
+from benchmarks.gpu import peer_blocks, peers, replay, torch_models
 from benchmarks.gpu.blocks import LONGEST, calls, decoder_config, gemms, randomise
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
@@ -198,7 +198,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
         "torch": source,
         **ours(lambda: swiglu_block(config), source),
         **engines("te.ops", of_ops),
-        **engines("te.LayerNormMLP", lambda: peers.engine_swiglu_block(norm, fc1, fc2, EPS)),
+        **engines("te.LayerNormMLP", lambda: peer_blocks.engine_swiglu_block(norm, fc1, fc2, EPS)),
         **torchao(lambda: torch_models.swiglu_block(config, Parts()), source, dim),
     }
     return Problem(
@@ -240,7 +240,7 @@ def gpt(options: Options, dim: int, tokens: int) -> Problem:
         "torch": source,
         **ours(make, source),
         **engines("te.ops", of_ops),
-        **engines("te.LayerNormMLP", lambda: peers.engine_gpt_block(parameters, EPS)),
+        **engines("te.LayerNormMLP", lambda: peer_blocks.engine_gpt_block(parameters, EPS)),
         **torchao(lambda: torch_models.gpt_block(dim, hidden, 0.0, EPS, to), source, dim),
     }
     return Problem(

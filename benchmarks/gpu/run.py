@@ -83,9 +83,10 @@ def main(argv: list[str] | None = None) -> None:
                 args.seconds,
                 () if args.no_compile else args.modes and tuple(args.modes),
                 time.monotonic() + (args.budget or BUDGETS.get(part, BUDGET)),
-                args.case,
+                tuple(args.case),
                 args.limit or LIMITS.get(part, LIMIT),
                 tuple(args.without),
+                dict(args.size),
             )
             documents.append(run(part, options, args.out, measured_on))
     for document in documents:
@@ -96,7 +97,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; all by default")
-    parser.add_argument("--case", default="", help="a part of the names of the cases to run")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        default=("",),
+        metavar="TEXT",
+        help="parts of the names of the cases to run",
+    )
+    parser.add_argument(
+        "--size",
+        nargs="+",
+        type=named_number,
+        default=(),
+        metavar="NAME=NUMBER",
+        help="what the sizes to run have, such as tokens=8192",
+    )
     parser.add_argument("--quick", action="store_true", help="one size per case")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -121,6 +136,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=COMPILED, help="of torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     return parser.parse_args(argv)
+
+
+def named_number(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    return name, int(number)
 
 
 def run(part: str, options: Options, out: Path, measured_on: Row) -> dict[str, Any]:

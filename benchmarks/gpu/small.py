@@ -19,7 +19,7 @@ from benchmarks.gpu.small_problems import ENTRIES
 
 
 def rows(options: Options) -> Iterator[Row]:
-    entries = [entry for entry in ENTRIES if options.only in entry.case.name]
+    entries = [entry for entry in ENTRIES if options.runs(entry.case.name)]
     if not (options.tiny or options.modes == ()):
         first_steps.compile_ahead(entries, options)
     for n, entry in enumerate(entries):

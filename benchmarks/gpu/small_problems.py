@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import peers, replay
+from benchmarks.gpu import peer_blocks, peers, replay
 from benchmarks.gpu.blocks import randomise
 from benchmarks.gpu.engine_layers import LayerKind, engine_model
 from benchmarks.gpu.model import TOLERANCE, adamw_update
@@ -55,7 +55,7 @@ def training(options: Options, builders: Builders) -> Problem:
         OURS: ours(),
         **replay.replayed(ours(), options.device),
         REFERENCE: source,
-        **peers.with_parts(in_torch, *builders.libraries),
+        **peer_blocks.with_parts(in_torch, *builders.libraries),
         **engine_model(lambda: in_torch(Parts()), builders.layer),
     }
     if options.tiny:

@@ -45,7 +45,7 @@ def rows(options: Options) -> Iterator[Row]:
     for count, inner, outer in sizes:
         for bias in (False, True):
             case = "linear + sum" if bias else "linear without bias + sum"
-            if options.only not in case or options.out_of_time():
+            if not options.runs(case) or options.out_of_time():
                 continue
             linear = opfuser.Linear(
                 inner, outer, bias=bias, device=options.device, dtype=options.dtype

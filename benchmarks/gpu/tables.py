@@ -34,14 +34,17 @@ def tables(folder: Path) -> Iterator[str]:
         if not file.exists():
             continue
         document = json.loads(file.read_text())
-        machine = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
-        yield f"## {title}\n\n`{file.name}`: {machine}.\n"
+        first, *later = (about(d["machine"]) for d in (document, *document.get("runs", [])))
+        yield f"## {title}\n\n`{file.name}`: {first}.\n"
+        for n, machine in enumerate(later, 1):
+            yield f"Run {n}: {machine}.\n"
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in document["rows"]:
             if str(row.get("failure", "")).startswith("not run"):
                 continue
             size = " ".join(f"{key}={value}" for key, value in row["size"].items())
-            groups.setdefault((row["case"], size, row["pass"]), []).append(row)
+            case = row["case"] + (f" (run {row['run']})" if "run" in row else "")
+            groups.setdefault((case, size, row["pass"]), []).append(row)
         columns = columns_of(document["rows"])
         yield "| | | | " + " | ".join(columns) + " |"
         yield "|---|---|---|" + "---|" * len(columns)
@@ -49,6 +52,10 @@ def tables(folder: Path) -> Iterator[str]:
             own = {row["contestant"]: cell(row, part) for row in rows}
             yield f"| {' | '.join([*labels, *[own.get(name, '') for name in columns]])} |"
         yield ""
+
+
+def about(machine: Row) -> str:
+    return ", ".join(f"{key} {value}" for key, value in machine.items())
 
 
 def columns_of(rows: list[Row]) -> list[str]:

@@ -14,7 +14,9 @@ import torch
 from .. import __version__
 from ..errors import counted
 
-PACKAGES = ("triton", "liger-kernel", "quack-kernels", "transformer-engine")
+PACKAGES = (
+    "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "transformer-engine",
+)  # fmt: skip
 
 
 def machine() -> dict[str, Any]:

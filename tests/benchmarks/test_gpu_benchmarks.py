@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import opfuser
 from benchmarks import charts, timing
-from benchmarks.gpu import first_steps, fp8_training, replay, replay_modes, run, tables
+from benchmarks.gpu import first_steps, fp8_training, merge, replay, replay_modes, run, tables
 from benchmarks.gpu.compiled import COMPILED
 from benchmarks.gpu.contest import Rotation, contest, distance, solve
 from benchmarks.gpu.problem import Case, Inputs, Options, Problem, Within
@@ -369,6 +369,76 @@ def test_who_took_too_long_is_not_tried_with_the_next_size(
         "took longer than 0.3 s",
         "not run: took longer than 0.3 s with another size",
     ]
+
+
+def test_cases_and_sizes_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = tuple({"n": n, "m": m} for n in (1, 2) for m in (3, 4))
+    case = Case("double", lambda options, n, m: double({}), sizes, {})
+    monkeypatch.setattr(Options, "tiny", False)  # in a rehearsal there is one size
+    for size, found in ({"n": 2}, [2, 3]), ({"n": 2, "m": 3}, [2]), ({"k": 1}, []):
+        chosen = dataclasses.replace(CPU, size=size)
+        assert case.chosen(chosen) == [(sizes[i], i in case.compiled) for i in found]
+    for names, runs in (("dou", "other"), True), (("other",), False):
+        chosen = dataclasses.replace(CPU, only=names)
+        assert chosen.runs(case.name) is runs
+        assert bool(list(solve(case, chosen, ()))) is runs
+    args = run.parse(["--size", "n=2", "m=3", "--case", "dou", "other"])
+    assert (dict(args.size), tuple(args.case)) == ({"n": 2, "m": 3}, ("dou", "other"))
+
+
+def row_of(case: str, size: int, contestant: str, time: float | None) -> dict[str, Any]:
+    own = {"case": case, "size": {"n": size}, "dtype": "bfloat16", "pass": "step"}
+    figure = {"failure": "ValueError"} if time is None else {"median_us": time}
+    return {**own, "contestant": contestant, **figure}
+
+
+def test_a_run_replaces_what_it_measured(tmp_path: Path) -> None:
+    gpu = {"device": "GPU", "quack": 1}
+    before = {
+        "part": "blocks",
+        "machine": gpu,
+        "rows": [
+            row_of("a", 1, "opfuser", 1.0), row_of("a", 1, "other", 2.0),
+            row_of("a", 2, "opfuser", 3.0), row_of("b", 1, "opfuser", 4.0),
+        ],
+    }  # fmt: skip
+    later = {
+        "part": "blocks",
+        "machine": {**gpu, "quack": 2},
+        "seconds": 0.5,
+        "rows": [
+            row_of("a", 1, "opfuser", 5.0), row_of("a", 1, "quack", None),
+            row_of("a", 2, "opfuser", None), row_of("c", 1, "opfuser", 6.0),
+        ],
+    }  # fmt: skip
+    result = merge.merged(before, later)
+    assert result["machine"] == gpu
+    assert result["runs"] == [{"machine": later["machine"], "seconds": 0.5}]
+    assert result["rows"] == [
+        *before["rows"][2:],
+        *({**row, "run": 1} for row in (*later["rows"][:2], later["rows"][3])),
+    ]
+    again = merge.merged(result, {**later, "rows": later["rows"][3:]})
+    assert [row.get("run") for row in again["rows"]] == [None, None, 1, 1, 2]
+    (tmp_path / "blocks.json").write_text(json.dumps(again))
+    lines = list(tables.tables(tmp_path))
+    assert [line for line in lines if line.startswith("Run ")] == [
+        "Run 1: device GPU, quack 2.\n",
+        "Run 2: device GPU, quack 2.\n",
+    ]
+    assert [line.split(" | ")[0] for line in lines if " | n=" in line] == [
+        "| a", "| b", "| a (run 1)", "| c (run 2)",
+    ]  # fmt: skip
+
+
+def test_rows_of_other_devices_and_parts_keep_files_of_their_own() -> None:
+    one = {"part": "blocks", "machine": {"device": "A"}, "rows": []}
+    for other, found in (
+        ({**one, "machine": {"device": "B"}}, "different devices .* it has A, the run B"),
+        ({**one, "part": "kernels"}, "different parts .* it has blocks, the run kernels"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            merge.merged(one, other)
 
 
 def test_time_is_noticed_afterwards_where_nothing_interrupts() -> None:

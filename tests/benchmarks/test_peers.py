@@ -51,7 +51,7 @@ def mlp_func(  # noqa: PLR0917
 
 def gemm_gated(
     A: Tensor, B: Tensor, C: Any = None, bias: Any = None, activation: Any = None, *,
-    store_preact: bool = True, concat_layout: Any = None,
+    store_preact: bool = True, tuned: bool = True, concat_layout: Any = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     assert (activation, C, bias) == ("swiglu", None, None)
     h = A @ B
@@ -66,12 +66,26 @@ def chunked_linear_cross_entropy(
     return F.cross_entropy(x @ weight.T, target, reduction=reduction)
 
 
+def apply_rotary_emb_qkv_(  # noqa: PLR0917
+    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Any = None,
+    num_heads_q: Any = None, cu_seqlens: Any = None, max_seqlen: Any = None, headdim: Any = None,
+) -> Tensor:  # fmt: skip
+    heads = qkv.unflatten(-1, (-1, headdim))
+    turned = num_heads_q + (heads.shape[-2] - num_heads_q) // 2
+    assert cos.shape == (qkv.shape[1], headdim // 2)
+    a, b = heads[..., :turned, :].chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([rotated, heads[..., turned:, :]], -2).flatten(-2)
+
+
 STAND_INS = {
     "quack.rmsnorm": [rmsnorm],
     "quack.linear": [linear_func],
     "quack.mlp": [mlp_func],
     "quack.gemm_interface": [gemm_gated],
     "quack.linear_cross_entropy": [chunked_linear_cross_entropy],
+    "quack.rotary": [apply_rotary_emb_qkv_],
 }
 
 
@@ -85,14 +99,18 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         for function in functions:
             setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, name, module)
+    tuner: Any = ModuleType("quack.autotuner")
+    tuner._bench_cuda_graph_l2_rotate = lambda **how: how
+    monkeypatch.setitem(sys.modules, "quack.autotuner", tuner)
     for name in (peers.LIGER, peers.TE, peers.QUACK_IN_TORCH):
         found = peers.PEERS[name].found.partition(".")[0]
         monkeypatch.setitem(sys.modules, found if found != "torch" else "torch._vendor", None)
-    peers.lacking.cache_clear()
-    peers.attribute.cache_clear()
+    caches = peers.lacking, peers.attribute, peers.quack_tunes_quickly
+    for cache in caches:
+        cache.cache_clear()
     yield monkeypatch
-    peers.lacking.cache_clear()
-    peers.attribute.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 PROBLEMS: dict[str, Any] = {
@@ -111,8 +129,11 @@ def test_quack_computes_what_torch_does_in_float64(name: str, on_a_gpu: pytest.M
     assert problem.exact is not None
     on_a_gpu.setattr(torch.cuda, "is_available", lambda: False)  # as the harness runs on a CPU
     found = list(contest(problem, CPU, ()))
-    rows = [row for row in found if row["contestant"] == peers.QUACK]
-    assert rows
+    rows = [row for row in found if row["contestant"] in (peers.QUACK, peers.QUACK_AS_IS)]
+    assert {row["contestant"] for row in rows} == {
+        peers.QUACK,
+        *([peers.QUACK_AS_IS] if name != "loss" else []),
+    }
     for row in rows:
         assert row.get("error", 1.0) < 1e-5, row
     others = {row["contestant"]: row["failure"] for row in found if "failure" in row}
@@ -121,6 +142,14 @@ def test_quack_computes_what_torch_does_in_float64(name: str, on_a_gpu: pytest.M
     for who in (peers.LIGER, peers.TE):
         reason = others.get(who, f"not installed: needs {peers.PEERS[who].needs} (")
         assert reason.startswith(f"not installed: needs {peers.PEERS[who].needs} (")
+
+
+def test_quack_tunes_with_fewer_samples_of_each_kernel(on_a_gpu: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        peers.quack_tunes_quickly()
+    tuner: Any = peers.attribute("quack.autotuner")
+    how = tuner._bench_cuda_graph_l2_rotate()
+    assert how == {"warmup_target_ms": 20.0, "n_timed_calls": 20}
 
 
 def test_a_row_in_the_table_says_not_installed() -> None:
@@ -145,3 +174,6 @@ def test_arguments_are_those_of_the_stand_ins() -> None:
             own = inspect.signature(peers.attribute(f"{name}:{function.__name__}")).parameters
             given = inspect.signature(function).parameters
             assert set(given) <= set(own), (quack.__version__, name)
+    tuner = peers.attribute("quack.autotuner")
+    own = inspect.signature(tuner._bench_cuda_graph_l2_rotate).parameters
+    assert {"warmup_target_ms", "n_timed_calls"} <= set(own)
