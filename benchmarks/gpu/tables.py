@@ -70,7 +70,8 @@ def cell(row: Row, part: str) -> str:
     time = row.get("median_us")
     if time is None:
         failure = row.get("failure", "")
-        return failure and ("not installed" if failure.startswith("not installed") else "failed")
+        named = ("not installed", "took longer")
+        return failure and next((n for n in named if failure.startswith(n)), "failed")
     text = f"{time / 1e3:.2f} ms" if time >= 1e3 else f"{time:.1f} us"
     extras = []
     if part == "kernels" and row.get("share_of_copy"):
