@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .engine.folding import joined_paths
 from .engine.plan import FusionRecord, Plan, together
-from .engine.reasons import rules_of
 from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among
+from .explain.folding import joined_paths
+from .explain.reasons import rules_of
 from .fuser import OperationFuser
 from .fusion import Refusal, Stage
 from .op import FusibleOperation

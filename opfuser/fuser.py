@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
@@ -44,13 +43,8 @@ from .events.kinds import PlanInvalidated
 from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage
 from .fusion_config import Place
-from .op import (
-    BasicOperation,
-    FusedOperation,
-    FusibleOperation,
-)
-from .op.fusible import StandaloneCalls
-from .op.kinds import has_called_parts
+from .op_base import BasicOperation, FusedOperation, FusibleOperation
+from .op_base.kinds import has_called_parts
 from .quantization.region import open_regions, recipe_of_call, refuse_to_trace
 from .quantization.weights import is_fp8
 from .registry import (
@@ -71,9 +65,6 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
-
-for _rule in _fused.FUSIONS:
-    registry.add(_rule, _rule.stage, origin="opfuser")
 
 # A plan is small, but a flag that a user changes at every call must not accumulate plans.
 _MAX_PLANS = 64
@@ -148,11 +139,6 @@ class OperationFuser(TracedCalls):
         self._paths: list[str] = []
         self._has_own_configs = False
         self._seen = self._started = -1
-
-    @classmethod
-    def alone(cls, op: FusibleOperation) -> OperationFuser:
-        """The fuser of one operation called alone: no channel applies, none is captured."""
-        return cls([op], routing=public_routing(expand(op)))
 
     def _refresh(self) -> None:
         """Reads the operations again after any of them may have changed."""
@@ -592,9 +578,25 @@ def _run_parts(
     return (x, *extra_outputs) if extra_outputs else x
 
 
-def _run_alone(
+def fuser_alone(op: FusibleOperation) -> OperationFuser:
+    """The fuser of one operation called alone: no channel applies, none is captured."""
+    if op._alone is None:
+        op.__dict__["_alone"] = OperationFuser([op], routing=public_routing(expand(op)))
+    fuser: OperationFuser = op._alone
+    return fuser
+
+
+def run_alone(
     op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
 ) -> Any:
+    """What an operation returns that is called by itself, as a module.
+
+    Args:
+        op: the operation.
+        input_: of it.
+        extra_inputs: of all its basic operations, in their order.
+        kwargs: of each basic operation, or None.
+    """
     if has_called_parts(op):
         return _run_parts(expand(op), input_, extra_inputs, kwargs)
     if kwargs is not None:
@@ -602,10 +604,4 @@ def _run_alone(
             check_keywords(part, own)
     if torch.compiler.is_compiling():
         return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
-    if op._alone is None:
-        op._prepare_alone()
-    return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
-
-
-StandaloneCalls.make_fuser = OperationFuser.alone
-StandaloneCalls.run_alone = staticmethod(_run_alone)
+    return fuser_alone(op)(input_, *extra_inputs, basic_op_kwargs=kwargs)

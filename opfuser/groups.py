@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .change_tracking import Tracked, has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
-from .engine.plain_modules import assumed_output, is_known
 from .engine.plan import Plan, expand
 from .engine.routing import (
     CLOSED,
@@ -24,9 +23,10 @@ from .engine.routing import (
 from .errors import counted
 from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
-from .fuser import OperationFuser
-from .op import BasicOperation, FusedOperation, FusibleOperation
-from .op.kinds import has_called_parts, must_be_called
+from .fuser import OperationFuser, fuser_alone
+from .op_base import BasicOperation, FusedOperation, FusibleOperation
+from .op_base.kinds import has_called_parts, must_be_called
+from .plain_modules import assumed_output, is_known
 from .traced_calls import TracedCalls
 
 Facts = Tensor | TensorFacts
@@ -166,9 +166,7 @@ def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> P
     extra_outputs: list[TensorFacts] = []
     left = list(extras)
     for part in expand(op) if has_called_parts(op) else [op]:
-        if part._alone is None:
-            part._prepare_alone()
-        fuser = cast(OperationFuser, part._alone)
+        fuser = fuser_alone(part)
         own, left = left[: fuser.num_extra_inputs], left[fuser.num_extra_inputs :]
         plan, x, given = fuser.planned(x, own)
         plans.append(plan)

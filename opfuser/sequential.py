@@ -25,7 +25,6 @@ from .change_tracking import (
 )
 from .context import TensorFacts
 from .engine.autograd import Kwargs
-from .engine.joined import Joint, join_plans
 from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
 from .engine.routing import CLOSED, Channels, PrivateChannel, Routes, Slot
@@ -37,7 +36,7 @@ from .errors import (
     explain,
 )
 from .events.kinds import PlanInvalidated
-from .fuser import OperationFuser, call_traced, check_keywords, count_message
+from .fuser import OperationFuser, call_traced, check_keywords, count_message, fuser_alone
 from .fusion_config import FusionConfig, Place, glob_names
 from .groups import (
     Facts,
@@ -50,8 +49,9 @@ from .groups import (
     stretches,
     tell_regrouped,
 )
-from .op import BasicOperation, FusedOperation, FusibleOperation
-from .op.kinds import has_called_parts
+from .joined import Joint, join_plans
+from .op_base import BasicOperation, FusedOperation, FusibleOperation
+from .op_base.kinds import has_called_parts
 from .quantization.recipe_state import init_recipe_state
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
@@ -441,8 +441,7 @@ class Sequential(NestedSequential):
             elif isinstance(group.callee, FusibleOperation) and group.split == "HOOK":
                 parts = expand(group.callee) if has_called_parts(group.callee) else [group.callee]
                 for part in parts:  # each is called by itself
-                    part._prepare_alone()
-                    part._alone.stand(tuple(places[id(op)] for op in expand(part)))
+                    fuser_alone(part).stand(tuple(places[id(op)] for op in expand(part)))
             elif isinstance(group.callee, Sequential):
                 path = paths[id(group.callee)]
                 group.callee.__dict__.update(_within=(weakref.ref(self), path), _seen=-1)

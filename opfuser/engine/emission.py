@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from textwrap import indent
 from typing import Any, NamedTuple
 
+from ..context import GradNeeds, new_context
 from ..fusion import Stage
-from ..op import BasicOperation, GradNeeds, new_context
-from ..op.kinds import is_built_in
+from ..op_base import BasicOperation
+from ..op_base.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
 from .plan import Plan, Step, quantizers_between, span

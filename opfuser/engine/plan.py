@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from ..context import GradNeeds
 from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
 from ..gemm_providers import GemmChoice
-from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from ..op_base import BasicOperation, FusedOperation, FusibleOperation
 from ..quantization.quantizers import Quantizer
 from .routing import Routing
 
@@ -318,13 +319,13 @@ def shown(plan: Plan, way: str, *args: Any) -> Any:
 
 _WAYS = {
     "data": ("report.plan_json", "plan_data"),
-    "dump": ("engine.dumps", "dump"),
-    "log": ("engine.plan_text", "log_lines"),
+    "dump": ("explain.dumps", "dump"),
+    "log": ("explain.plan_text", "log_lines"),
     "html": ("report.picture", "card"),
     "program": ("engine.program", "program_text"),
     "svg": ("report.picture", "picture"),
-    "text": ("engine.plan_text", "text"),
-    "why": ("engine.reasons", "why"),
+    "text": ("explain.plan_text", "text"),
+    "why": ("explain.reasons", "why"),
 }
 
 

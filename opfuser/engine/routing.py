@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..errors import ChannelError
-from ..op import BasicOperation
+from ..op_base import BasicOperation
 
 
 class Slot(NamedTuple):

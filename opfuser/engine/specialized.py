@@ -22,10 +22,10 @@ from .. import torch_internals as internals
 from ..attention import context_parallel
 from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
-from ..context import any_autocast, autocast_dtype
+from ..context import OperationContext, any_autocast, autocast_dtype
 from ..events import telling
-from ..op import BasicOperation, OperationContext
-from ..op.kinds import is_built_in
+from ..op_base import BasicOperation
+from ..op_base.kinds import is_built_in
 from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched

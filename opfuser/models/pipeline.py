@@ -27,7 +27,7 @@ from opfuser.errors import (
     OpKwargsError,
     counted,
 )
-from opfuser.op import BasicOperation, FusibleOperation
+from opfuser.op_base import BasicOperation, FusibleOperation
 from opfuser.sequential import flatten, is_called
 
 __all__ = ["StageModule", "StageTensors", "own_loss", "split"]

@@ -19,7 +19,7 @@ from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.quantize_plain import largest
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
-from ..op.fusible import FusibleOperation
+from ..op_base.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward, is_outside
 from ..recording import refuse_watching, seen_whole
@@ -28,7 +28,8 @@ from .checkpointed import note_scale, scale_of_forward
 ROLES = ("input", "weight", "grad_output")
 _NUMBERS = {role: n for n, role in enumerate(ROLES)}
 
-_KEYS = "scale", "amax_history"
+# The name of the child of an operation that has them.
+CHILD = "quantization"
 
 
 class _Parts(NamedTuple):
@@ -359,6 +360,11 @@ _all: weakref.WeakValueDictionary[int, QuantizationState] = weakref.WeakValueDic
 _numbers = count()
 
 
+def has_no_scales(state: nn.Module | None) -> bool:
+    """Whether a child is a state that knows no scale yet."""
+    return isinstance(state, QuantizationState) and not any(map(state.knows, ROLES))
+
+
 def keep_state_in(op: nn.Module, module: nn.Module, parameter: str) -> None:
     """Has an operation that reads a parameter of a module leave its state to that module."""
     op.__dict__["_state_place"] = module, child_of(parameter)
@@ -366,14 +372,14 @@ def keep_state_in(op: nn.Module, module: nn.Module, parameter: str) -> None:
 
 def child_of(parameter: str) -> str:
     """The name of the child with the state of an operation, in the module of its parameter."""
-    return "quantization" if parameter == "weight" else f"{parameter}_quantization"
+    return CHILD if parameter == "weight" else f"{parameter}_{CHILD}"
 
 
 def state_place(op: nn.Module) -> tuple[nn.Module, str]:
     """The module that has the state of an operation, and the name of its child there."""
     # A compound such as Linear has the parameters and the state of its operations.
     owner = getattr(op, "_owner", None) or op
-    return owner.__dict__.get("_state_place") or (owner, "quantization")
+    return owner.__dict__.get("_state_place") or (owner, CHILD)
 
 
 def make_state(op: nn.Module, recipe: DelayedScaling) -> QuantizationState:
@@ -392,8 +398,8 @@ def make_state(op: nn.Module, recipe: DelayedScaling) -> QuantizationState:
     elif not isinstance(state, QuantizationState):
         _refuse_occupied(owner, name)
     assert isinstance(state, QuantizationState)
-    if op._modules.get("quantization") is not state:
-        op.add_module("quantization", state)
+    if op._modules.get(CHILD) is not state:
+        op.add_module(CHILD, state)
     return state
 
 
@@ -412,7 +418,7 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
     assert isinstance(recipe, DelayedScaling)
     owner, name = state_place(op)
     state = owner._modules.get(name)
-    if state is None or op._modules.get("quantization") is not state:
+    if state is None or op._modules.get(CHILD) is not state:
         state = make_state(op, recipe)
     assert isinstance(state, QuantizationState)
     length = recipe.amax_history_len
@@ -500,7 +506,7 @@ class SettledScales(NamedTuple):
         """Whether they would be found again as they are."""
         for state, parts, known, own, of_owner, name in self.states:
             if (
-                own.get("quantization") is not state
+                own.get(CHILD) is not state
                 or of_owner.get(name) is not state
                 or state._current_parts() is not parts
                 or state.known != known
@@ -520,7 +526,7 @@ def settled_scales(ops: Sequence[nn.Module], recipe: DelayedScaling) -> SettledS
     groups: set[dist.ProcessGroup | None] = set()
     for op in ops:
         owner, name = state_place(op)
-        state = op._modules.get("quantization")
+        state = op._modules.get(CHILD)
         if not isinstance(state, QuantizationState):
             return None
         if owner._modules.get(name) is not state or state._other:
@@ -561,7 +567,7 @@ def forget_state_of_parameters(module: nn.Module) -> None:
 
 
 def restore_state(
-    op: nn.Module, state_dict: dict[str, Any], prefix: str, name: str = "quantization"
+    op: nn.Module, state_dict: dict[str, Any], prefix: str, name: str = CHILD
 ) -> None:
     """Makes the state of an operation if a state dict has one, which then loads it.
 

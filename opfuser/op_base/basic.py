@@ -1,4 +1,4 @@
-"""Basic operations: what one tensor operation implements, and the parameters that it owns."""
+"""What a plan runs of one tensor operation, and the parameters that the operation owns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..gemm_providers import GemmChoice
 from ..torch_internals import constant_result
-from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
+from .fusible import FusibleOperation
 from .results import parameter_grads
 
 Returned = TypeVar("Returned")
@@ -46,23 +46,7 @@ def _keywords_of(op_forward: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 class BasicOperation(FusibleOperation):
-    """One tensor operation: owns its parameters and implements forward and backward.
-
-    A subclass without extra inputs and outputs implements :meth:`op_forward` and
-    :meth:`op_backward`; one with them sets ``num_extra_inputs`` / ``num_extra_outputs`` and
-    implements :meth:`fuser_forward` and :meth:`fuser_backward`.
-
-    Class attributes:
-        num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
-        backward_reads_parameters: asks the engine to keep the parameters of the forward call in
-            ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
-        communicates: whether ranks may exchange data in its passes.
-        stores_last: whether all that it does with its keyword ``cache`` is to ask
-            ``attention.cache.extended``; a sequence can then have the cache store after all else.
-        takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
-        Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
-            the contract between every forward (fused or not) and every backward of this operation.
-    """
+    """What plans and programs know of :class:`opfuser.BasicOperation`."""
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -168,25 +152,6 @@ class BasicOperation(FusibleOperation):
             received=f"get_quantizer({mode!r}, {index!r})",
             remedy="num_quantizers(mode) says how many there are",
         )
-
-    def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
-        """Forgets the scales of quantised compute: they begin anew at the next call.
-
-        Args:
-            recipe: of calls to come, whose state is made at once; see
-                :func:`opfuser.init_recipe_state`. None leaves that to the first call. Either way
-                calls follow the recipe of their region.
-
-        Raises:
-            ArgumentError: ``recipe`` is neither None nor a recipe.
-        """
-        for module in (self, self._owner):
-            if module is not None and any(module._modules.get(n) for n in RESTORED_CHILDREN):
-                for name in RESTORED_CHILDREN:
-                    module._modules.pop(name, None)
-                module._touch()
-        for child in RESTORED_CHILDREN.values() if recipe is not None else ():
-            child.init(self, recipe)
 
     def _quantizer(self, mode: str, index: int) -> Any | None:
         return None
@@ -337,25 +302,6 @@ class BasicOperation(FusibleOperation):
         result = self.op_backward(basic_op_ctxs[0], grad_output)
         grad_input, grad_params = parameter_grads(type(self).__name__, result)
         return grad_input, [grad_params], [()]
-
-    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """Runs this operation alone. Channels do not apply: every extra input is an argument."""
-        if kwargs or torch.compiler.is_compiling() or self._alone is None:
-            keywords = [kwargs] if kwargs else None
-            return StandaloneCalls.run_alone(self, input, extra_inputs, keywords)
-        return self._alone(input, *extra_inputs)
-
-    def share_parameters_with(self, owner: FusibleOperation) -> None:
-        """Hands the parameters of this operation over to a compound.
-
-        Both use one dictionary from now on: an assignment through either is visible in both, and
-        the state dict has the compound's plain names.
-        """
-        owner._parameters.update(self._parameters)
-        for name in RESTORED_CHILDREN.keys() & self._modules.keys():
-            owner.add_module(name, self._modules[name])
-        self.__dict__["_parameters"] = owner._parameters
-        self.__dict__["_owner"] = owner
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__

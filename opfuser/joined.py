@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from ..change_tracking import is_compiled
-from ..fusion import Env, Fusion, Refusal
-from ..op import BasicOperation, FusibleOperation
-from ..registry import FusionHandle, registry
+from .change_tracking import is_compiled
+from .engine.plan import FusionRecord, Plan, Step
+from .fusion import Env, Fusion, Refusal
+from .op_base import BasicOperation, FusibleOperation
 from .plain_modules import replacement
-from .plan import FusionRecord, Plan, Step
+from .registry import FusionHandle, registry
 
 _WHY = {
     "HOOK": "carries hooks",

@@ -1,0 +1,165 @@
+"""Base classes of operations, and what a call hands to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import op_base
+from .context import (
+    Dtypes,
+    GradNeeds,
+    OperationContext,
+    OperationGrads,
+    autocast_dtype,
+    compute_dtype,
+    in_compute_dtype,
+    new_context,
+)
+from .fuser import fuser_alone, run_alone
+from .op_base import FusibleOperation
+from .quantization.recipe_state import adopt_te_scales, init_recipe_state
+from .quantization.state import CHILD, has_no_scales, restore_state
+
+__all__ = [
+    "BasicOperation",
+    "Dtypes",
+    "FusedOperation",
+    "FusibleOperation",
+    "GradNeeds",
+    "OperationContext",
+    "OperationGrads",
+    "autocast_dtype",
+    "compute_dtype",
+    "in_compute_dtype",
+    "new_context",
+]
+
+
+class CalledOperation(FusibleOperation):
+    """Abstract. An operation as a module: its fuser where it is called alone, and its scales."""
+
+    def _prepare_tracing(self) -> None:
+        fuser_alone(self)
+
+    def _fuser_of(self, group: int) -> Any:
+        return self._alone
+
+    def _adopt_extra_state(self, state_dict: dict[str, Any], key: str, prefix: str) -> None:
+        """Takes what te.ops pickles of every operation, under ``key``, out of a state dict."""
+        if key in state_dict:
+            adopt_te_scales(self, state_dict, key, f"{prefix}{CHILD}.")
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        self._adopt_extra_state(state_dict, prefix + "_extra_state", prefix)
+        if CHILD not in self._modules:
+            restore_state(self, state_dict, f"{prefix}{CHILD}.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class BasicOperation(CalledOperation, op_base.BasicOperation):
+    """One tensor operation: owns its parameters and implements forward and backward.
+
+    A subclass without extra inputs and outputs implements :meth:`op_forward` and
+    :meth:`op_backward`; one with them sets ``num_extra_inputs`` / ``num_extra_outputs`` and
+    implements :meth:`fuser_forward` and :meth:`fuser_backward`.
+
+    Class attributes:
+        num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
+        backward_reads_parameters: asks the engine to keep the parameters of the forward call in
+            ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
+        communicates: whether ranks may exchange data in its passes.
+        stores_last: whether all that it does with its keyword ``cache`` is to ask
+            ``attention.cache.extended``; a sequence can then have the cache store after all else.
+        takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
+        Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
+            the contract between every forward (fused or not) and every backward of this operation.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # Recipes leave it out from now on. Scales stay, as it may be taken back in.
+        if name == "recipe" and value is None and has_no_scales(self._modules.get(CHILD)):
+            self.reset_recipe_state()
+
+    def own_forward(self) -> str:
+        standard = type(self).forward is BasicOperation.forward
+        return "" if standard else "has a forward of its own"
+
+    def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
+        """Forgets the scales of quantised compute: they begin anew at the next call.
+
+        Args:
+            recipe: of calls to come, whose state is made at once; see
+                :func:`opfuser.init_recipe_state`. None leaves that to the first call. Either way
+                calls follow the recipe of their region.
+
+        Raises:
+            ArgumentError: ``recipe`` is neither None nor a recipe.
+        """
+        for module in (self, self._owner):
+            if module is not None and module._modules.get(CHILD) is not None:
+                del module._modules[CHILD]
+                module._touch()
+        if recipe is not None:
+            init_recipe_state(self, recipe)
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Runs this operation alone. Channels do not apply: every extra input is an argument."""
+        if kwargs or torch.compiler.is_compiling() or self._alone is None:
+            keywords = [kwargs] if kwargs else None
+            return run_alone(self, input, extra_inputs, keywords)
+        return self._alone(input, *extra_inputs)
+
+    def share_parameters_with(self, owner: FusibleOperation) -> None:
+        """Hands the parameters of this operation over to a compound.
+
+        Both use one dictionary from now on: an assignment through either is visible in both, and
+        the state dict has the compound's plain names.
+        """
+        owner._parameters.update(self._parameters)
+        if CHILD in self._modules:
+            owner.add_module(CHILD, self._modules[CHILD])
+        self.__dict__["_parameters"] = owner._parameters
+        self.__dict__["_owner"] = owner
+
+
+class FusedOperation(CalledOperation, op_base.FusedOperation):
+    """Consecutive basic operations executed as one.
+
+    One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
+    ``Linear``: a Sequential replaces it by its basic operations. Any other owns no parameters; its
+    basic operations do.
+
+    Args:
+        basic_ops: the basic operations it replaces, in forward order.
+
+    Raises:
+        ArgumentError: there are none.
+        ArgumentTypeError: one is no operation.
+
+    Class attributes:
+        saves_more: declares that its forward saves more bytes than the operations that it replaces;
+            :func:`opfuser.testing.check_fusion` fails for others that do.
+        handle: the ``FusionHandle`` of a class that :func:`opfuser.fusion` registered.
+    """
+
+    basic_ops: Sequence[BasicOperation]
+
+    def own_forward(self) -> str:
+        standard = type(self).forward is FusedOperation.forward
+        return "" if standard else "has a forward of its own"
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Runs this operation alone."""
+        return run_alone(self, input, extra_inputs, basic_op_kwargs)
