@@ -31,10 +31,13 @@ INTERNAL = {
     "opfuser.op.BasicOperation": "own_forward share_parameters_with",
     "opfuser.op.FusedOperation": "own_forward",
     "opfuser.op_base.basic.BasicOperation": (
-        "gemm_choices parameter_slots plan_note quantized_refusal refuse_keywords"
+        "gemm_choices parameter_slots plan_note quantized_refusal"
     ),
     "opfuser.op_base.fused.FusedOperation": "is_compound",
     "opfuser.op_base.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",
+    "opfuser.module_sequence.ModuleSequence": (
+        "connect joins_outer overrides_forward own_channels planned_groups resolved_routes"
+    ),
     "opfuser.registry.handles.FusionHandle": "call disabled_by requires setting switched",
     "opfuser.rope.RopeScaling": "check_pairs counted_length",
 }

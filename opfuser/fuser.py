@@ -29,7 +29,7 @@ from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.program import Program
 from .engine.replay_options import current
-from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
+from .engine.routing import RoutedGroup, Routing, describe, route
 from .engine.traced import execute
 from .errors import (
     ArgumentTypeError,
@@ -44,7 +44,6 @@ from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage
 from .fusion_config import Place
 from .op_base import BasicOperation, FusedOperation, FusibleOperation
-from .op_base.kinds import has_called_parts
 from .quantization.region import open_regions, recipe_of_call, refuse_to_trace
 from .quantization.weights import is_fp8
 from .registry import (
@@ -129,6 +128,9 @@ class OperationFuser(TracedCalls):
                 op.__dict__["_routing_captured"] = True
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
+        self._without_keywords = [
+            n for n, op in enumerate(self._basic_ops) if not op.takes_keywords
+        ]
         self._programs: dict[PlanKey, Program] = {}
         self._traced = Functions()
         self._recent = Recent[Program]()
@@ -186,6 +188,9 @@ class OperationFuser(TracedCalls):
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
+        if basic_op_kwargs is not None:
+            for n in self._without_keywords:
+                check_keywords(self._basic_ops[n], basic_op_kwargs[n])
         if torch.compiler.is_compiling():
             return call_traced(self, self._guard_trace(), 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
@@ -546,6 +551,10 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
 
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
+    if kwargs and not op.takes_keywords:
+        raise OpKwargsError.explained(
+            f"{type(op).__name__} takes no keywords", received=", ".join(kwargs)
+        )
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
@@ -557,51 +566,3 @@ def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
             where=type(op).__name__,
             received=", ".join(unknown),
         )
-
-
-def _run_parts(
-    parts: Sequence[BasicOperation], x: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs
-) -> Any:
-    """Calls operations as modules, one by one, with their hooks and their own forward."""
-    asked = [
-        describe(i, part) for i, part in enumerate(parts) for _ in range(part.num_extra_inputs)
-    ]
-    if len(extra_inputs) != len(asked):
-        raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
-    left, extra_outputs = list(extra_inputs), []
-    for i, part in enumerate(parts):
-        own, left = left[: part.num_extra_inputs], left[part.num_extra_inputs :]
-        x = part(x, *own, **(kwargs[i] if kwargs else {}))
-        if part.num_extra_outputs:
-            x, *ys = x
-            extra_outputs += ys
-    return (x, *extra_outputs) if extra_outputs else x
-
-
-def fuser_alone(op: FusibleOperation) -> OperationFuser:
-    """The fuser of one operation called alone: no channel applies, none is captured."""
-    if op._alone is None:
-        op.__dict__["_alone"] = OperationFuser([op], routing=public_routing(expand(op)))
-    fuser: OperationFuser = op._alone
-    return fuser
-
-
-def run_alone(
-    op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
-) -> Any:
-    """What an operation returns that is called by itself, as a module.
-
-    Args:
-        op: the operation.
-        input_: of it.
-        extra_inputs: of all its basic operations, in their order.
-        kwargs: of each basic operation, or None.
-    """
-    if has_called_parts(op):
-        return _run_parts(expand(op), input_, extra_inputs, kwargs)
-    if kwargs is not None:
-        for part, own in zip(expand(op), kwargs):
-            check_keywords(part, own)
-    if torch.compiler.is_compiling():
-        return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
-    return fuser_alone(op)(input_, *extra_inputs, basic_op_kwargs=kwargs)

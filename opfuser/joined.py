@@ -8,11 +8,16 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from .change_tracking import is_compiled
+from .context import TensorFacts
 from .engine.plan import FusionRecord, Plan, Step
+from .engine.routing import Routes, Slot
 from .fusion import Env, Fusion, Refusal
+from .groups import Group
+from .module_sequence import Facts, PlannedGroup
 from .op_base import BasicOperation, FusibleOperation
 from .plain_modules import replacement
 from .registry import FusionHandle, registry
@@ -227,3 +232,46 @@ def _split_matches(
                 found.setdefault(real[0], why)
                 reached = match.stop
     return found
+
+
+def _planned(
+    groups: Sequence[Group], routes: Routes, x: Facts, extra_inputs: Sequence[Facts]
+) -> list[PlannedGroup]:
+    """The plans of each group for tensors like these."""
+    stored: dict[Slot, TensorFacts] = {}
+    out: list[PlannedGroup] = []
+    for group, path in zip(groups, routes.groups):
+        extras = [
+            extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
+        ]
+        out.append(group.planned(x, extras))
+        x = out[-1].output
+        for (key, _), extra_output in zip(path.gives, out[-1].extra_outputs):
+            if key is not None:
+                stored[key] = extra_output
+    return out
+
+
+def plan_groups(
+    groups: Sequence[Group], routes: Routes, x: Facts, extra_inputs: Sequence[Facts]
+) -> PlannedGroup:
+    """The plan of all groups for tensors like these, and what the last one returns.
+
+    Args:
+        groups: in order.
+        routes: of their extra tensors.
+        x: the input of the first one.
+        extra_inputs: those that the caller passes.
+    """
+    done = _planned(groups, routes, x, extra_inputs)
+    assumed = tuple(what for group in done for what in group.assumed)
+    joints = [Joint(*group, planned.plans) for group, planned in zip(groups, done)]
+    plan = join_plans(joints, torch.is_grad_enabled(), assumed)
+    extra_outputs = [
+        facts
+        for group, path in zip(done, routes.groups)
+        for (_, public), facts in zip(path.gives, group.extra_outputs)
+        if public
+    ]
+    output = done[-1].output if done else TensorFacts(x.dtype, x.device, x.requires_grad)
+    return PlannedGroup([] if plan is None else [plan], output, extra_outputs, assumed)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentTypeError
+from ..quantization.operation_state import forget_state_of_parameters
 from ..quantization.region import autocast
-from ..quantization.state import forget_state_of_parameters
 from .decisions import Application
 from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall

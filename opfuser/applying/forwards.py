@@ -21,8 +21,8 @@ from torch.nn.modules import module as torch_module
 from .. import torch_internals as internals
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
+from ..quantization.operation_state import restore_state_of_parameters
 from ..quantization.recipe_state import COMPUTED_BY
-from ..quantization.state import restore_state_of_parameters
 from ..reading.built import Memory
 from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Concatenate, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Concatenate, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from ..errors import (
     ChannelError,
     ChannelIndexError,
     MissingImplementationError,
-    OpKwargsError,
     counted,
 )
 from ..gemm_providers import GemmChoice
@@ -53,6 +52,7 @@ class BasicOperation(FusibleOperation):
     backward_reads_parameters: ClassVar[bool] = False
     communicates: bool = False
     stores_last: ClassVar[bool] = False
+    takes_keywords: ClassVar[bool] = True
     takes_part_in_recipes: ClassVar[bool] = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
@@ -253,19 +253,6 @@ class BasicOperation(FusibleOperation):
                 f"{counted(self.num_extra_outputs, 'extra output')}",
                 remedy=f"Override {method}",
             )
-
-    def refuse_keywords(self, kwargs: Mapping[str, Any]) -> NoReturn:
-        """For a :meth:`fuser_forward` that takes no keywords and was given some.
-
-        Args:
-            kwargs: this operation's entry of ``basic_op_kwargs``, not empty.
-
-        Raises:
-            OpKwargsError: always.
-        """
-        raise OpKwargsError.explained(
-            f"{type(self).__name__} takes no keywords", received=", ".join(kwargs)
-        )
 
     def fuser_forward(
         self,

@@ -40,8 +40,9 @@ from ..recipe import (
 )
 from ..recording import is_recording
 from ..torch_internals import storage_address
+from .operation_state import state_of
 from .region import amax_group, keeping, kept_in_region
-from .state import QuantizationState, state_of
+from .state import QuantizationState
 from .watch import is_watched, tell
 from .weights import weight_codes
 

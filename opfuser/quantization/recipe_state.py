@@ -13,8 +13,8 @@ from ..fusion import Env
 from ..op_base import BasicOperation, FusedOperation, FusibleOperation
 from ..op_base.kinds import is_built_in, must_be_called
 from ..recipe import DelayedScaling, Recipe
+from .operation_state import make_state
 from .region import active_recipe, check_recipe
-from .state import make_state
 from .te_scales import te_scales
 from .weights import recipe_of_new_weights
 

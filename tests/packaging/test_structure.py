@@ -17,9 +17,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 def imported_from_the_package(tree: ast.Module) -> Iterator[str]:
     """Names at module level that other modules of the package have made."""
     for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            if node.level or (node.module or "").split(".")[0] == "opfuser":
-                yield from (alias.asname or alias.name for alias in node.names)
+        ours = isinstance(node, ast.ImportFrom) and (
+            node.level > 0 or (node.module or "").split(".")[0] == "opfuser"
+        )
+        if isinstance(node, ast.ImportFrom) and ours:
+            yield from (alias.asname or alias.name for alias in node.names)
 
 
 def filled(tree: ast.Module) -> Iterator[str]:
