@@ -31,7 +31,7 @@ INTERNAL = {
     "opfuser.op.BasicOperation": "own_forward share_parameters_with",
     "opfuser.op.FusedOperation": "own_forward",
     "opfuser.op_base.basic.BasicOperation": (
-        "gemm_choices parameter_slots plan_note quantized_refusal"
+        "check_keywords gemm_choices parameter_slots plan_note quantized_refusal"
     ),
     "opfuser.op_base.fused.FusedOperation": "is_compound",
     "opfuser.op_base.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",

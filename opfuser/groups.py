@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .change_tracking import has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
-from .engine.plan import Plan, expand
+from .engine.plan import Plan, Planned, expand
 from .engine.routing import (
     CLOSED,
     Channels,
@@ -24,7 +24,7 @@ from .errors import counted
 from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
 from .fuser import OperationFuser
-from .module_sequence import Facts, ModuleSequence, PlannedGroup
+from .module_sequence import Facts, ModuleSequence
 from .op import fuser_alone
 from .op_base import BasicOperation, FusedOperation, FusibleOperation
 from .op_base.kinds import has_called_parts, must_be_called
@@ -61,12 +61,11 @@ class Group(NamedTuple):
         inner = [self.callee] if isinstance(self.callee, ModuleSequence) else self.fusers()
         return [done.last_plan for done in inner if done.last_plan is not None]
 
-    def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
+    def planned(self, x: Facts, extras: Sequence[Facts]) -> Planned:
         """The plans of a call with tensors like these, and what it returns; nothing is computed."""
         callee = self.callee
         if isinstance(callee, OperationFuser):
-            done = callee.planned(x, extras)
-            return PlannedGroup([done.plan], done.output, done.extra_outputs)
+            return callee.planned(x, extras)
         if self.split != "FORWARD" or _is_wrapped(callee):
             note: tuple[str, ...] = ()
             if self.split == "FORWARD":
@@ -79,7 +78,7 @@ class Group(NamedTuple):
         output = assumed_output(callee, x)
         note = () if is_known(callee) else (f"{type(callee).__name__} returns {output.dtype}",)
         given = [output] * sum(op.num_extra_outputs for op in self.ops)
-        return PlannedGroup([], output, given, note)
+        return Planned([], output, given, note)
 
 
 def call(
@@ -105,7 +104,7 @@ def _is_wrapped(module: nn.Module) -> bool:
     return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 
-def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
+def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> Planned:
     """The plans of an operation called as a module, or of a compound's operations one by one."""
     plans: list[Plan] = []
     extra_outputs: list[TensorFacts] = []
@@ -113,10 +112,11 @@ def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> P
     for part in expand(op) if has_called_parts(op) else [op]:
         fuser = fuser_alone(part)
         own, left = left[: fuser.num_extra_inputs], left[fuser.num_extra_inputs :]
-        plan, x, given = fuser.planned(x, own)
-        plans.append(plan)
-        extra_outputs += given
-    return PlannedGroup(plans, cast(TensorFacts, x), extra_outputs)
+        done = fuser.planned(x, own)
+        x = done.output
+        plans += done.plans
+        extra_outputs += done.extra_outputs
+    return Planned(plans, cast(TensorFacts, x), extra_outputs)
 
 
 def stretches(

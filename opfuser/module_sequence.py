@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from .change_tracking import Tracked
 from .context import TensorFacts
-from .engine.plan import Plan
+from .engine.plan import Plan, Planned
 from .engine.routing import Channels, Routes
 from .errors import ArgumentTypeError, explain
 from .fusion_config import FusionConfig
@@ -20,21 +20,6 @@ from .traced_calls import TracedCalls
 Facts = Tensor | TensorFacts
 # The beginning of the paths of operations, and the configurations that hold for some of them.
 Stands = tuple[str, tuple[tuple[str, FusionConfig], ...]]
-
-
-class PlannedGroup(NamedTuple):
-    """The plans of a group for tensors of some kind, and what it returns.
-
-    Attributes:
-        plans: in order; none for a plain module.
-        output, extra_outputs: what it returns.
-        assumed: assumptions about modules that declare nothing.
-    """
-
-    plans: list[Plan]
-    output: TensorFacts
-    extra_outputs: list[TensorFacts]
-    assumed: tuple[str, ...] = ()
 
 
 class ModuleSequence(TracedCalls, Tracked):
@@ -76,7 +61,7 @@ class ModuleSequence(TracedCalls, Tracked):
         """Whether a call may do something else than run its modules in order."""
         raise NotImplementedError
 
-    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
+    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> Planned:
         """As :meth:`Group.planned`, for all its modules."""
         raise NotImplementedError
 

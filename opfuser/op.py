@@ -21,9 +21,8 @@ from .context import (
 )
 from .engine.autograd import Kwargs
 from .engine.plan import expand
-from .engine.routing import describe, public_routing
-from .errors import ExtraInputCountError
-from .fuser import OperationFuser, call_traced, check_keywords, count_message
+from .engine.routing import describe, public_routing, wrong_count
+from .fuser import OperationFuser, call_traced
 from .op_base import FusibleOperation
 from .op_base.kinds import has_called_parts
 from .quantization.operation_state import has_no_scales, restore_state
@@ -56,7 +55,7 @@ def _run_parts(
         describe(i, part) for i, part in enumerate(parts) for _ in range(part.num_extra_inputs)
     ]
     if len(extra_inputs) != len(asked):
-        raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
+        raise wrong_count(asked, len(extra_inputs))
     left, extra_outputs = list(extra_inputs), []
     for i, part in enumerate(parts):
         own, left = left[: part.num_extra_inputs], left[part.num_extra_inputs :]
@@ -90,7 +89,7 @@ def run_alone(
         return _run_parts(expand(op), input_, extra_inputs, kwargs)
     if kwargs is not None:
         for part, own in zip(expand(op), kwargs):
-            check_keywords(part, own)
+            part.check_keywords(own)
     if torch.compiler.is_compiling():
         return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
     return fuser_alone(op)(input_, *extra_inputs, basic_op_kwargs=kwargs)

@@ -11,7 +11,6 @@ from .attention.cache import PendingCache, pending_of
 from .engine.autograd import Kwargs
 from .engine.plan import expand
 from .errors import OpKwargsError
-from .fuser import check_keywords
 from .groups import Group
 from .module_sequence import ModuleSequence
 from .op_base import BasicOperation, FusedOperation, FusibleOperation
@@ -37,7 +36,7 @@ def resolve_op_kwargs(
             raise OpKwargsError.explained(
                 "op_kwargs holds one mapping per operation", received=received
             )
-        check_keywords(op, kwargs)
+        op.check_keywords(kwargs)
         given[op] = own = dict(kwargs)
         if op.stores_last and own.get("cache") is not None:
             own["cache"] = pending_of(own["cache"], caches)

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from .basic import AddExtraInput, MakeExtraOutput
 from .change_tracking import DERIVED, Clock, has_hooks, is_compiled, replaces_forward
 from .engine.autograd import Kwargs
-from .engine.plan import Plan
+from .engine.plan import Plan, Planned
 from .engine.replay_options import check_mode
-from .engine.routing import CLOSED, Channels, PrivateChannel, Routes
-from .errors import ArgumentTypeError, ConfigError, ExtraInputCountError
+from .engine.routing import CLOSED, Channels, PrivateChannel, Routes, wrong_count
+from .errors import ArgumentTypeError, ConfigError
 from .events.kinds import PlanInvalidated
-from .fuser import OperationFuser, call_traced, count_message
+from .fuser import OperationFuser, call_traced
 from .fusion_config import FusionConfig
 from .groups import Group, call, make_groups, own_channels, stretches, tell_regrouped
-from .joined import Joint, join_plans, plan_groups
-from .module_sequence import Facts, ModuleSequence, PlannedGroup, flatten
+from .joined import join_plans, plan_groups
+from .module_sequence import Facts, ModuleSequence, flatten
 from .op_keywords import resolve_op_kwargs
 from .placement import module_at, paths_of, place_operations, standing
 from .quantization.recipe_state import init_recipe_state
@@ -414,7 +414,7 @@ class Sequential(ModuleSequence):
     def _check_count(self, extra_inputs: int) -> None:
         expects = self._routes.expects
         if extra_inputs != len(expects):
-            raise ExtraInputCountError(count_message(expects, extra_inputs))
+            raise wrong_count(expects, extra_inputs)
 
     def to_torch(self) -> nn.Module:
         """A ``torch.nn.Sequential`` with the same parameters; see :func:`opfuser.to_torch`."""
@@ -451,7 +451,7 @@ class Sequential(ModuleSequence):
             )
         return self._named(plans[0])
 
-    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
+    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> Planned:
         if self.recipe is not None and self.recipe is not active_recipe():
             with region(self.recipe):
                 return self.planned_groups(x, extra_inputs)
@@ -469,8 +469,8 @@ class Sequential(ModuleSequence):
     @property
     def last_plan(self) -> Plan | None:
         """The plan that was used last, or None before the first call."""
-        joints = [Joint(*group, group.last_plans()) for group in self._groups]
-        plan = join_plans(joints, torch.is_grad_enabled())
+        plans = [group.last_plans() for group in self._groups]
+        plan = join_plans(self._groups, plans, torch.is_grad_enabled())
         return None if plan is None else self._named(plan)
 
     def _named(self, plan: Plan) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from ..context import GradNeeds
+from ..context import GradNeeds, TensorFacts
 from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
 from ..gemm_providers import GemmChoice
 from ..op_base import BasicOperation, FusedOperation, FusibleOperation
@@ -309,6 +309,21 @@ class Plan(_Compared):
 
     def _repr_svg_(self) -> str:
         return str(shown(self, "svg"))
+
+
+class Planned(NamedTuple):
+    """The plans of a call with tensors of some kind, and what it returns.
+
+    Attributes:
+        plans: in order; none for a plain module.
+        output, extra_outputs: what it returns.
+        assumed: assumptions about modules that declare nothing.
+    """
+
+    plans: list[Plan]
+    output: TensorFacts
+    extra_outputs: list[TensorFacts]
+    assumed: tuple[str, ...] = ()
 
 
 def shown(plan: Plan, way: str, *args: Any) -> Any:

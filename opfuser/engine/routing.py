@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..errors import ChannelError
+import torch
+
+from ..context import Dtypes
+from ..errors import ChannelError, ExtraInputCountError, counted, explain
 from ..op_base import BasicOperation
 
 
@@ -36,11 +39,6 @@ class Routing(NamedTuple):
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     consumers: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def trivial(self) -> bool:
-        """Whether no operation has extra tensors."""
-        return not self.inputs and not any(self.sources) and not any(self.consumers)
 
 
 ExtraInput: TypeAlias = str | None
@@ -334,3 +332,48 @@ def _route_group(
         tuple(tuple(row) for row in consumers),
     )
     return Route(routing if group.ops else None, tuple(takes), tuple(gives))
+
+
+def output_dtypes(
+    ops: Sequence[BasicOperation],
+    routing: Routing,
+    counts: Sequence[int],
+    dtype: torch.dtype,
+    parameters: Sequence[torch.dtype],
+    extra_inputs: Sequence[torch.dtype],
+    autocast: torch.dtype | None,
+) -> tuple[list[torch.dtype], list[Sequence[torch.dtype]]]:
+    """The dtypes that operations declare: of each one's output, and of its extra outputs.
+
+    Args:
+        ops: the operations of a group.
+        routing: of their extra tensors.
+        counts: how many parameters each has.
+        dtype: of the input.
+        parameters, extra_inputs: their dtypes, in order.
+        autocast: the dtype of autocast, if it is on.
+    """
+    left = iter(parameters)
+    outputs: list[torch.dtype] = []
+    of_extras: list[Sequence[torch.dtype]] = []
+    for op, sources, count in zip(ops, routing.sources, counts):
+        extras = tuple(
+            extra_inputs[source] if isinstance(source, int) else of_extras[source.op][source.slot]
+            for source in sources
+        )
+        own = tuple(next(left) for _ in range(count))
+        dtypes = Dtypes(dtype, extras, own, autocast)
+        dtype = op.output_dtype(dtypes)
+        outputs.append(dtype)
+        of_extras.append(op.extra_output_dtypes(dtypes))
+    return outputs, of_extras
+
+
+def wrong_count(asked_by: Sequence[str], received: int) -> ExtraInputCountError:
+    """The error about a wrong number of extra inputs, given what asks for each."""
+    text = explain(
+        f"Expected {counted(len(asked_by), 'extra input')} but got {received}",
+        where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
+        remedy="Pass one tensor per extra input after the main input, in operation order",
+    )
+    return ExtraInputCountError(text)

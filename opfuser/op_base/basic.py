@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from ..errors import (
     ChannelError,
     ChannelIndexError,
     MissingImplementationError,
+    OpKwargsError,
     counted,
 )
 from ..gemm_providers import GemmChoice
@@ -109,6 +110,23 @@ class BasicOperation(FusibleOperation):
         """The keywords that :meth:`op_forward` takes; None: any."""
         # A signature takes longer to read than some operations.
         return _keywords_of(getattr(self.op_forward, "__func__", self.op_forward))
+
+    def check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises OpKwargsError for a keyword that the forward does not accept."""
+        if kwargs and not self.takes_keywords:
+            raise OpKwargsError.explained(
+                f"{type(self).__name__} takes no keywords", received=", ".join(kwargs)
+            )
+        if type(self).fuser_forward is not BasicOperation.fuser_forward:
+            return  # it receives the dict and checks the keywords itself
+        accepted = self._accepted_keywords()
+        unknown = [] if accepted is None else sorted(set(kwargs).difference(accepted))
+        if unknown:
+            raise OpKwargsError.explained(
+                "op_kwargs may only hold keywords that the operation's forward takes",
+                where=type(self).__name__,
+                received=", ".join(unknown),
+            )
 
     def quantized_refusal(self, env: Any) -> Any | None:
         """Why an operation with GEMMs is not computed as the recipe of ``env`` says, or None.

@@ -1,4 +1,4 @@
-"""The source as a whole: no module fills names of another one."""
+"""The source as a whole: who fills whose names, and how long a file is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import opfuser
 
 PACKAGE = Path(opfuser.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES = 500
+# Begins the comment that says why a file is longer, within its first lines.
+REASON = "# Longer than 500 lines: "
 
 
 def imported_from_the_package(tree: ast.Module) -> Iterator[str]:
@@ -55,3 +58,12 @@ def test_no_module_fills_what_another_has_left_open() -> None:
 )
 def test_filled_names_are_found(text: str, targets: list[str]) -> None:
     assert [*filled(ast.parse(text))] == targets
+
+
+def test_long_files_say_why() -> None:
+    silent = []
+    for path in FILES:
+        lines = path.read_text("utf-8").splitlines()
+        if len(lines) > MOST_LINES and not any(line.startswith(REASON) for line in lines[:40]):
+            silent.append(f"{path.relative_to(PACKAGE)}: {len(lines)}")
+    assert silent == []
