@@ -28,8 +28,7 @@ INTERNAL = {
     "opfuser.fusion_config.FusionConfig": "by_fusion followed_by globs names",
     "opfuser.linear.Linear": "pattern_parts",
     "opfuser.merged_linear.MergedLinear": "own_forward pattern_parts",
-    "opfuser.op.BasicOperation": "own_forward share_parameters_with",
-    "opfuser.op.FusedOperation": "own_forward",
+    "opfuser.op.BasicOperation": "share_parameters_with",
     "opfuser.op_base.basic.BasicOperation": (
         "check_keywords gemm_choices parameter_slots plan_note quantized_refusal"
     ),

@@ -178,7 +178,8 @@ class OperationFuser(TracedCalls):
             self._check(input, extra_inputs)
         if basic_op_kwargs is not None:
             for n in self._without_keywords:
-                self._basic_ops[n].check_keywords(basic_op_kwargs[n])
+                if basic_op_kwargs[n]:
+                    self._basic_ops[n].check_keywords(basic_op_kwargs[n])
         if torch.compiler.is_compiling():
             return call_traced(self, self._guard_trace(), 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:

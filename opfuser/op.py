@@ -92,7 +92,8 @@ def run_alone(
             part.check_keywords(own)
     if torch.compiler.is_compiling():
         return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
-    return fuser_alone(op)(input_, *extra_inputs, basic_op_kwargs=kwargs)
+    fuser = op._alone or fuser_alone(op)
+    return fuser(input_, *extra_inputs, basic_op_kwargs=kwargs)
 
 
 class CalledOperation(FusibleOperation):
@@ -145,10 +146,6 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
         if name == "recipe" and value is None and has_no_scales(self._modules.get(CHILD)):
             self.reset_recipe_state()
 
-    def own_forward(self) -> str:
-        standard = type(self).forward is BasicOperation.forward
-        return "" if standard else "has a forward of its own"
-
     def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
         """Forgets the scales of quantised compute: they begin anew at the next call.
 
@@ -173,6 +170,8 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
             keywords = [kwargs] if kwargs else None
             return run_alone(self, input, extra_inputs, keywords)
         return self._alone(input, *extra_inputs)
+
+    _plain_forward = forward
 
     def share_parameters_with(self, owner: FusibleOperation) -> None:
         """Hands the parameters of this operation over to a compound.
@@ -209,10 +208,6 @@ class FusedOperation(CalledOperation, op_base.FusedOperation):
 
     basic_ops: Sequence[BasicOperation]
 
-    def own_forward(self) -> str:
-        standard = type(self).forward is FusedOperation.forward
-        return "" if standard else "has a forward of its own"
-
     def forward(
         self,
         input: Tensor,
@@ -221,3 +216,5 @@ class FusedOperation(CalledOperation, op_base.FusedOperation):
     ) -> Any:
         """Runs this operation alone."""
         return run_alone(self, input, extra_inputs, basic_op_kwargs)
+
+    _plain_forward = forward

@@ -52,6 +52,9 @@ class ExtraOutput(NamedTuple):
     to_caller: bool
 
 
+_PUBLIC = ExtraOutput(None, True)
+
+
 class Channels(NamedTuple):
     """Channels that cross the border of a Sequential which another one calls as a module.
 
@@ -130,17 +133,14 @@ class PrivateChannel(str):
 
 def public_routing(ops: Sequence[BasicOperation]) -> Routing:
     """The routing of operations called alone: every extra tensor is the caller's."""
-    inputs = tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_inputs))
-    position = {slot: n for n, slot in enumerate(inputs)}
-    return Routing(
-        tuple(
-            tuple(position[Slot(i, s)] for s in range(op.num_extra_inputs))
-            for i, op in enumerate(ops)
-        ),
-        inputs,
-        tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_outputs)),
-        tuple(((),) * op.num_extra_outputs for op in ops),
-    )
+    members = [
+        _Member("", None, (None,) * op.num_extra_inputs, (_PUBLIC,) * op.num_extra_outputs)
+        for op in ops
+    ]
+    group = RoutedGroup(tuple(ops), ())
+    routing = _route_group(group, members, 0, _Links({}, {}, CLOSED), [], []).routing
+    assert routing is not None
+    return routing
 
 
 def describe(index: int, op: BasicOperation) -> str:

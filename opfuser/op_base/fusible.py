@@ -117,7 +117,7 @@ class FusibleOperation(TracedCalls, Tracked):
     def own_forward(self) -> str:
         """Why calls may do something else than the passes, as a predicate; empty if they do not.
 
-        Asked after changes.
+        Asked, after changes, of operations whose class has a ``forward`` of its own.
         """
         return "has a forward of its own"
 
@@ -182,6 +182,7 @@ class FusibleOperation(TracedCalls, Tracked):
         return repr((id(type(self)), has_hooks(self), signature(self)))
 
     _alone: Any = None  # the fuser of calls of it alone, with its plans
+    _plain_forward: ClassVar[Any] = None  # which runs it alone
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -25,8 +25,10 @@ def must_be_called(op: nn.Module) -> str:
     """Why an operation has to be called as a module, or an empty string: "HOOK" or "FORWARD"."""
     if not isinstance(op, FusibleOperation):
         return ""
-    called = type(op).__call__ is not _CALL or is_compiled(op)
-    if called or replaces_forward(op) or op.own_forward():
+    own = type(op)
+    if replaces_forward(op) or own.__call__ is not _CALL or is_compiled(op):
+        return "FORWARD"
+    if own.forward is not own._plain_forward and op.own_forward():
         return "FORWARD"
     return "HOOK" if has_hooks(op) else ""
 
