@@ -28,12 +28,15 @@ INTERNAL = {
     "opfuser.fusion_config.FusionConfig": "by_fusion followed_by globs names",
     "opfuser.linear.Linear": "pattern_parts",
     "opfuser.merged_linear.MergedLinear": "own_forward pattern_parts",
-    "opfuser.op.basic.BasicOperation": (
-        "gemm_choices parameter_slots plan_note quantized_refusal refuse_keywords"
-        " share_parameters_with"
+    "opfuser.op.BasicOperation": "share_parameters_with",
+    "opfuser.op_base.basic.BasicOperation": (
+        "check_keywords gemm_choices parameter_slots plan_note quantized_refusal"
     ),
-    "opfuser.op.fused.FusedOperation": "is_compound",
-    "opfuser.op.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",
+    "opfuser.op_base.fused.FusedOperation": "is_compound",
+    "opfuser.op_base.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",
+    "opfuser.module_sequence.ModuleSequence": (
+        "connect joins_outer overrides_forward own_channels planned_groups resolved_routes"
+    ),
     "opfuser.registry.handles.FusionHandle": "call disabled_by requires setting switched",
     "opfuser.rope.RopeScaling": "check_pairs counted_length",
 }

@@ -12,6 +12,7 @@ from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .engine.routing import PrivateChannel
 from .events import record_events
+from .fused import FUSIONS as _FUSIONS
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
@@ -34,6 +35,7 @@ from .registry import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .registry.handles import registry as _registry
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
 
@@ -49,6 +51,9 @@ if TYPE_CHECKING:  # what is loaded when it is used: operations, and names and p
     from .integrations.torch_nn import to_torch
 
 __version__ = "0.1.0"
+
+for _rule in _FUSIONS:
+    _registry.add(_rule, _rule.stage, origin="opfuser")
 
 __all__ = [
     "Answer",

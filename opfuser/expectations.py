@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .engine.folding import joined_paths
 from .engine.plan import FusionRecord, Plan, together
-from .engine.reasons import rules_of
 from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among
+from .explain.folding import joined_paths
+from .explain.reasons import rules_of
 from .fuser import OperationFuser
 from .fusion import Refusal, Stage
 from .op import FusibleOperation
@@ -20,6 +20,9 @@ from .registry import registry
 from .sequential import Sequential
 
 _MOST_PLACES = 4
+
+# How many steps each fusion of a stage has.
+Counts = Mapping[str, int] | None
 
 
 class Answer(NamedTuple):
@@ -117,19 +120,13 @@ def require_fusions(
     plans = last_plans(model)
     known = {record.name for plan in plans.values() for record in plan.history}
     known.update(handle.name for handle in registry)
-    stages: tuple[tuple[Stage, Mapping[str, int] | None], ...] = (
-        ("joint", joint),
-        ("forward", forward),
-        ("backward", backward),
-    )
     missing: list[str] = []
-    for stage, required in stages:
-        for name, count in (required or {}).items():
-            _check_name(name, known)
-            found = sum(occurrences(plan, stage, name) for plan in plans.values())
-            if found < count:
-                head = f"{name} ({stage}): required at least {count}, found {found}"
-                missing.append("\n".join([head, *reasons_by_place(plans, name)]))
+    wanted: dict[Stage, Counts] = {"joint": joint, "forward": forward, "backward": backward}
+    for stage, name, count, found in compared(plans.values(), wanted):
+        _check_name(name, known)
+        if found < count:
+            head = f"{name} ({stage}): required at least {count}, found {found}"
+            missing.append("\n".join([head, *reasons_by_place(plans, name)]))
     if missing:
         raise MissingFusionError("\n".join([f"{type(model).__name__} lacks fusions.", *missing]))
 
@@ -184,6 +181,15 @@ def _covered(sequence: Sequential) -> Iterator[int]:
                 yield from _covered(module)
         elif isinstance(module, FusibleOperation):
             yield from map(id, module.modules())
+
+
+def compared(
+    plans: Collection[Plan], wanted: Mapping[Stage, Counts]
+) -> Iterator[tuple[Stage, str, int, int]]:
+    """Each fusion that is named, with the number of steps that is wanted, and that of the plans."""
+    for stage, counts in wanted.items():
+        for name, count in (counts or {}).items():
+            yield stage, name, count, sum(occurrences(plan, stage, name) for plan in plans)
 
 
 def occurrences(plan: Plan, stage: Stage, name: str) -> int:

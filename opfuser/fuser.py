@@ -8,49 +8,38 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature
-from .context import Dtypes, TensorFacts, autocast_dtype
+from .context import TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute_eagerly
 from .engine.graphs import graph_type
 from .engine.guards import Recent, guard_of
-from .engine.limits import Limits, OperationFacts
+from .engine.limits import Limits, facts_of_operations
 from .engine.local_parameters import local_places, local_values
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
-from .engine.plan import Plan, Wiring, expand
-from .engine.plan_changes import changes
+from .engine.plan import Plan, Planned, Wiring, expand
+from .engine.plan_changes import invalidated
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.program import Program
 from .engine.replay_options import current
-from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
+from .engine.routing import RoutedGroup, Routing, describe, output_dtypes, route, wrong_count
 from .engine.traced import execute
 from .errors import (
     ArgumentTypeError,
-    ExtraInputCountError,
     NotSupportedError,
-    OpKwargsError,
-    counted,
-    explain,
 )
 from .events.kinds import PlanInvalidated
 from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage
 from .fusion_config import Place
-from .op import (
-    BasicOperation,
-    FusedOperation,
-    FusibleOperation,
-)
-from .op.fusible import StandaloneCalls
-from .op.kinds import has_called_parts
+from .op_base import BasicOperation, FusedOperation, FusibleOperation
 from .quantization.region import open_regions, recipe_of_call, refuse_to_trace
 from .quantization.weights import is_fp8
 from .registry import (
@@ -72,9 +61,6 @@ __all__ = [
     "register_forward_fusion",
 ]
 
-for _rule in _fused.FUSIONS:
-    registry.add(_rule, _rule.stage, origin="opfuser")
-
 # A plan is small, but a flag that a user changes at every call must not accumulate plans.
 _MAX_PLANS = 64
 
@@ -85,14 +71,6 @@ def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
     for op in modules:
         out.extend(op.basic_ops if isinstance(op, FusedOperation) and op.is_compound() else [op])
     return out
-
-
-class Planned(NamedTuple):
-    """A plan, and what a call that follows it returns."""
-
-    plan: Plan
-    output: TensorFacts
-    extra_outputs: list[TensorFacts]
 
 
 class _FusionFunctions:
@@ -138,6 +116,9 @@ class OperationFuser(TracedCalls):
                 op.__dict__["_routing_captured"] = True
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
+        self._without_keywords = [
+            n for n, op in enumerate(self._basic_ops) if not op.takes_keywords
+        ]
         self._programs: dict[PlanKey, Program] = {}
         self._traced = Functions()
         self._recent = Recent[Program]()
@@ -148,11 +129,6 @@ class OperationFuser(TracedCalls):
         self._paths: list[str] = []
         self._has_own_configs = False
         self._seen = self._started = -1
-
-    @classmethod
-    def alone(cls, op: FusibleOperation) -> OperationFuser:
-        """The fuser of one operation called alone: no channel applies, none is captured."""
-        return cls([op], routing=public_routing(expand(op)))
 
     def _refresh(self) -> None:
         """Reads the operations again after any of them may have changed."""
@@ -195,11 +171,15 @@ class OperationFuser(TracedCalls):
     def _check_count(self, extra_inputs: int) -> None:
         if extra_inputs != self.num_extra_inputs:
             asked = [describe(slot.op, self._basic_ops[slot.op]) for slot in self.routing.inputs]
-            raise ExtraInputCountError(count_message(asked, extra_inputs))
+            raise wrong_count(asked, extra_inputs)
 
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
+        if basic_op_kwargs is not None:
+            for n in self._without_keywords:
+                if basic_op_kwargs[n]:
+                    self._basic_ops[n].check_keywords(basic_op_kwargs[n])
         if torch.compiler.is_compiling():
             return call_traced(self, self._guard_trace(), 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
@@ -260,7 +240,9 @@ class OperationFuser(TracedCalls):
         program = self._programs.get(key)
         if program is None:
             if PlanInvalidated.wanted and self._key is not None:
-                self._tell_what_changed(self._key, key)
+                old = self._programs.get(self._key)
+                number = 0 if old is None else old.plan.numbers[0]
+                emit(invalidated(number, self._key, key, self._units, self._basic_ops))
             program = self._make(facts)
             if len(self._programs) >= _MAX_PLANS:
                 del self._programs[next(iter(self._programs))]
@@ -277,20 +259,6 @@ class OperationFuser(TracedCalls):
     def _is_configured(self) -> bool:
         return self._has_own_configs or bool(registry.configs)
 
-    def _tell_what_changed(self, before: PlanKey, after: PlanKey) -> None:
-        known = {id(op): describe(n, op) for n, op in enumerate(self._basic_ops)}
-        modules = {id(op): op for op in [*self._units, *self._basic_ops]}.values()
-        operations = [known.get(id(op), type(op).__name__) for op in modules]
-        parameters = [
-            f"{name} of {known[id(op)]}"
-            for op in self._basic_ops
-            for _, name in op.parameter_slots()
-        ]
-        found = changes(before, after, operations, parameters)
-        old = self._programs.get(before)
-        kinds = tuple(type(op).__name__ for op in self._basic_ops)
-        emit(PlanInvalidated(0 if old is None else old.plan.numbers[0], kinds, found))
-
     def _make(self, facts: CallFacts) -> Program:
         flags = iter(facts.parameters_require_grad or [False] * len(facts.parameter_dtypes))
         own = [tuple(next(flags) for _ in range(n)) for n in self._num_parameters]
@@ -305,26 +273,15 @@ class OperationFuser(TracedCalls):
             facts.recipe,
         )
         registry.tell_unknown()
-        limits = Limits(self._facts_of_operations(facts)) if self._is_configured() else None
+        limits = None
+        if self._is_configured():
+            ops, places = self._basic_ops, self._places_of_ops
+            limits = Limits(
+                facts_of_operations(ops, self.routing, self._num_parameters, places, facts)
+            )
         plan = make_plan(self._units, env, needs, registry, limits)
         wiring = Wiring(self.routing, self._num_parameters, self._paths)
         return Program(dataclasses.replace(plan, wiring=wiring))
-
-    def _facts_of_operations(self, facts: CallFacts) -> list[OperationFacts]:
-        """What limits of configurations are compared with; all of it follows from the key."""
-        extras = [dtype for dtype, _ in facts.extra_inputs]
-        before = facts.dtype
-        after, _ = self._output_dtypes(before, facts.parameter_dtypes, extras, facts.autocast_dtype)
-        shapes = iter(facts.parameter_shapes)
-        places = self._places_of_ops or (Place(),) * len(self._basic_ops)
-        out = []
-        for place, dtype, count in zip(places, after, self._num_parameters):
-            # Of what holds indices, as the input of an embedding, the result is computed in.
-            computed = before if before.is_floating_point else dtype
-            numel = sum(next(shapes).numel() for _ in range(count))
-            out.append(OperationFacts(place, facts.autocast_dtype or computed, numel))
-            before = dtype
-        return out
 
     # While torch.compile traces, planning runs as ordinary Python and stores its result under a
     # name; the traced code only looks it up.
@@ -439,7 +396,10 @@ class OperationFuser(TracedCalls):
         with self._local_values():
             parameters = self._fake_parameters()
             plan = self._program(input_, parameters, extra_inputs).plan
-        dtypes, of_extras = self._output_dtypes(
+        dtypes, of_extras = output_dtypes(
+            self._basic_ops,
+            self.routing,
+            self._num_parameters,
             input_.dtype,
             [p.dtype for p in parameters],
             [t.dtype for t in extra_inputs],
@@ -451,32 +411,7 @@ class OperationFuser(TracedCalls):
             return TensorFacts(dtype, input_.device, needed and dtype.is_floating_point)
 
         extra_outputs = [facts(at, of_extras[at][slot]) for at, slot in self.routing.outputs]
-        return Planned(plan, facts(-1, dtypes[-1] if dtypes else input_.dtype), extra_outputs)
-
-    def _output_dtypes(
-        self,
-        dtype: torch.dtype,
-        parameters: Sequence[torch.dtype],
-        extra_inputs: Sequence[torch.dtype],
-        autocast: torch.dtype | None,
-    ) -> tuple[list[torch.dtype], list[Sequence[torch.dtype]]]:
-        """The dtypes that operations declare: of each one's output, and of its extra outputs."""
-        left = iter(parameters)
-        outputs: list[torch.dtype] = []
-        of_extras: list[Sequence[torch.dtype]] = []
-        for op, sources, count in zip(self._basic_ops, self.routing.sources, self._num_parameters):
-            extras = tuple(
-                extra_inputs[source]
-                if isinstance(source, int)
-                else of_extras[source.op][source.slot]
-                for source in sources
-            )
-            own = tuple(next(left) for _ in range(count))
-            dtypes = Dtypes(dtype, extras, own, autocast)
-            dtype = op.output_dtype(dtypes)
-            outputs.append(dtype)
-            of_extras.append(op.extra_output_dtypes(dtypes))
-        return outputs, of_extras
+        return Planned([plan], facts(-1, dtypes[-1] if dtypes else input_.dtype), extra_outputs)
 
     @property
     def last_plan(self) -> Plan | None:
@@ -547,65 +482,3 @@ def call_traced(
     root._guard_identity(modules)
     program = getattr(root._fuser_of(group)._traced, name)
     return execute(program, input_, parameters, extra_inputs, kwargs)
-
-
-def count_message(asked_by: Sequence[str], received: int) -> str:
-    """The text about a wrong number of extra inputs."""
-    return explain(
-        f"Expected {counted(len(asked_by), 'extra input')} but got {received}",
-        where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
-        remedy="Pass one tensor per extra input after the main input, in operation order",
-    )
-
-
-def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
-    """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
-    own = type(op).fuser_forward is BasicOperation.fuser_forward
-    if not own:
-        return  # it receives the dict and checks the keywords itself
-    accepted = op._accepted_keywords()
-    unknown = [] if accepted is None else sorted(set(kwargs).difference(accepted))
-    if unknown:
-        raise OpKwargsError.explained(
-            "op_kwargs may only hold keywords that the operation's forward takes",
-            where=type(op).__name__,
-            received=", ".join(unknown),
-        )
-
-
-def _run_parts(
-    parts: Sequence[BasicOperation], x: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs
-) -> Any:
-    """Calls operations as modules, one by one, with their hooks and their own forward."""
-    asked = [
-        describe(i, part) for i, part in enumerate(parts) for _ in range(part.num_extra_inputs)
-    ]
-    if len(extra_inputs) != len(asked):
-        raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
-    left, extra_outputs = list(extra_inputs), []
-    for i, part in enumerate(parts):
-        own, left = left[: part.num_extra_inputs], left[part.num_extra_inputs :]
-        x = part(x, *own, **(kwargs[i] if kwargs else {}))
-        if part.num_extra_outputs:
-            x, *ys = x
-            extra_outputs += ys
-    return (x, *extra_outputs) if extra_outputs else x
-
-
-def _run_alone(
-    op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
-) -> Any:
-    if has_called_parts(op):
-        return _run_parts(expand(op), input_, extra_inputs, kwargs)
-    if kwargs is not None:
-        for part, own in zip(expand(op), kwargs):
-            check_keywords(part, own)
-    if torch.compiler.is_compiling():
-        return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
-    if op._alone is None:
-        op._prepare_alone()
-    return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
-
-
-StandaloneCalls.make_fuser = OperationFuser.alone
-StandaloneCalls.run_alone = staticmethod(_run_alone)

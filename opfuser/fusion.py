@@ -11,7 +11,7 @@ import torch
 
 from .errors import FusionError
 from .libraries import installed
-from .op import FusedOperation, FusibleOperation
+from .op_base import FusedOperation, FusibleOperation
 from .recipe import Recipe
 
 __all__ = ["Env", "Fusion", "Optional", "QuantizedEdge", "Refusal", "Repeated", "Requires"]

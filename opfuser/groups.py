@@ -7,11 +7,10 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from .change_tracking import Tracked, has_hooks, replaces_forward
+from .change_tracking import has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
-from .engine.plain_modules import assumed_output, is_known
-from .engine.plan import Plan, expand
+from .engine.plan import Plan, Planned, expand
 from .engine.routing import (
     CLOSED,
     Channels,
@@ -25,65 +24,11 @@ from .errors import counted
 from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
 from .fuser import OperationFuser
-from .op import BasicOperation, FusedOperation, FusibleOperation
-from .op.kinds import has_called_parts, must_be_called
-from .traced_calls import TracedCalls
-
-Facts = Tensor | TensorFacts
-
-
-class PlannedGroup(NamedTuple):
-    """The plans of a group for tensors of some kind, and what it returns.
-
-    Attributes:
-        plans: in order; none for a plain module.
-        output, extra_outputs: what it returns.
-        assumed: assumptions about modules that declare nothing.
-    """
-
-    plans: list[Plan]
-    output: TensorFacts
-    extra_outputs: list[TensorFacts]
-    assumed: tuple[str, ...] = ()
-
-
-class NestedSequential(TracedCalls, Tracked):
-    """Abstract. A Sequential as seen by another one that calls it as a module."""
-
-    @property
-    def num_extra_inputs(self) -> int:
-        """Number of extra inputs that the caller passes."""
-        raise NotImplementedError
-
-    @property
-    def num_extra_outputs(self) -> int:
-        """Number of extra outputs that the caller gets."""
-        raise NotImplementedError
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The plan that was used last, or None before the first call."""
-        raise NotImplementedError
-
-    def overrides_forward(self) -> bool:
-        """Whether a call may do something else than run its modules in order."""
-        raise NotImplementedError
-
-    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
-        """As :meth:`Group.planned`, for all its modules."""
-        raise NotImplementedError
-
-    def own_channels(self) -> Channels:
-        """Channels that it reads without producing them, and those that it produces."""
-        raise NotImplementedError
-
-    def connect(self, crossing: Channels, outer: NestedSequential) -> None:
-        """Makes it a module of ``outer``, and connects the channels that cross its border."""
-        raise NotImplementedError
-
-    def resolved_routes(self) -> Routes:
-        """The routes of its channels and extra tensors, as its modules are now."""
-        raise NotImplementedError
+from .module_sequence import Facts, ModuleSequence
+from .op import fuser_alone
+from .op_base import BasicOperation, FusedOperation, FusibleOperation
+from .op_base.kinds import has_called_parts, must_be_called
+from .plain_modules import assumed_output, is_known
 
 
 class Group(NamedTuple):
@@ -113,28 +58,27 @@ class Group(NamedTuple):
 
     def last_plans(self) -> list[Plan]:
         """The plans that were used last, in order; none for a plain module."""
-        inner = [self.callee] if isinstance(self.callee, NestedSequential) else self.fusers()
+        inner = [self.callee] if isinstance(self.callee, ModuleSequence) else self.fusers()
         return [done.last_plan for done in inner if done.last_plan is not None]
 
-    def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
+    def planned(self, x: Facts, extras: Sequence[Facts]) -> Planned:
         """The plans of a call with tensors like these, and what it returns; nothing is computed."""
         callee = self.callee
         if isinstance(callee, OperationFuser):
-            done = callee.planned(x, extras)
-            return PlannedGroup([done.plan], done.output, done.extra_outputs)
+            return callee.planned(x, extras)
         if self.split != "FORWARD" or _is_wrapped(callee):
             note: tuple[str, ...] = ()
             if self.split == "FORWARD":
                 note = (f"{type(callee).__name__} is called once by the forward in its place",)
             if isinstance(callee, FusibleOperation):
                 return _planned_alone(callee, x, extras)._replace(assumed=note)
-            if isinstance(callee, NestedSequential):
+            if isinstance(callee, ModuleSequence):
                 inside = callee.planned_groups(x, extras)
                 return inside._replace(assumed=(*note, *inside.assumed))
         output = assumed_output(callee, x)
         note = () if is_known(callee) else (f"{type(callee).__name__} returns {output.dtype}",)
         given = [output] * sum(op.num_extra_outputs for op in self.ops)
-        return PlannedGroup([], output, given, note)
+        return Planned([], output, given, note)
 
 
 def call(
@@ -145,7 +89,7 @@ def call(
         return callee(x, *extras)
     if isinstance(callee, BasicOperation):
         return callee(x, *extras, **kwargs[0])
-    if isinstance(callee, NestedSequential):
+    if isinstance(callee, ModuleSequence):
         return callee(x, *extras, op_kwargs=kwargs[0])
     return callee(x, *extras, basic_op_kwargs=kwargs)
 
@@ -160,20 +104,19 @@ def _is_wrapped(module: nn.Module) -> bool:
     return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 
-def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
+def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> Planned:
     """The plans of an operation called as a module, or of a compound's operations one by one."""
     plans: list[Plan] = []
     extra_outputs: list[TensorFacts] = []
     left = list(extras)
     for part in expand(op) if has_called_parts(op) else [op]:
-        if part._alone is None:
-            part._prepare_alone()
-        fuser = cast(OperationFuser, part._alone)
+        fuser = fuser_alone(part)
         own, left = left[: fuser.num_extra_inputs], left[fuser.num_extra_inputs :]
-        plan, x, given = fuser.planned(x, own)
-        plans.append(plan)
-        extra_outputs += given
-    return PlannedGroup(plans, cast(TensorFacts, x), extra_outputs)
+        done = fuser.planned(x, own)
+        x = done.output
+        plans += done.plans
+        extra_outputs += done.extra_outputs
+    return Planned(plans, cast(TensorFacts, x), extra_outputs)
 
 
 def stretches(
@@ -200,7 +143,7 @@ def _split(module: nn.Module) -> str:
     """Why a module is called; empty for an operation that is fused with its neighbours."""
     if isinstance(module, FusibleOperation):
         return must_be_called(module)
-    if isinstance(module, NestedSequential):
+    if isinstance(module, ModuleSequence):
         if module.overrides_forward():
             return "FORWARD"
         if has_hooks(module):
@@ -237,7 +180,7 @@ def own_channels(found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]]) 
 def _channels_of(split: str, modules: list[tuple[nn.Module, Hashable]]) -> Channels:
     """The names that a group reads and produces."""
     first = modules[0][0]
-    if isinstance(first, NestedSequential):
+    if isinstance(first, ModuleSequence):
         return CLOSED if split == "FORWARD" else first.own_channels()
     ops = [op for unit, _ in modules if isinstance(unit, FusibleOperation) for op in expand(unit)]
     return Channels(
@@ -264,7 +207,7 @@ def _crossing(
         around: channels that cross the border of the Sequential that holds them.
     """
     each = [_channels_of(split, modules) for split, modules in found]
-    nested = [isinstance(modules[0][0], NestedSequential) for _, modules in found]
+    nested = [isinstance(modules[0][0], ModuleSequence) for _, modules in found]
     wanted = around.given.union(*(own.read for own in each))
     made = frozenset().union(*(own.given for own, inner in zip(each, nested) if not inner))
     return [Channels(own.read, own.given & (wanted - made)) for own in each]
@@ -272,9 +215,9 @@ def _crossing(
 
 def make_groups(
     found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]],
-    outer: NestedSequential,
+    outer: ModuleSequence,
     around: Channels,
-) -> tuple[list[Group], Routes, list[tuple[NestedSequential, Channels]]]:
+) -> tuple[list[Group], Routes, list[tuple[ModuleSequence, Channels]]]:
     """The groups, with a fuser for each of operations, and the routes of extra tensors.
 
     And the nested Sequentials among them that are connected, with what crosses their borders.
@@ -288,12 +231,12 @@ def make_groups(
         ChannelError: a channel has no producer, no earlier producer, or several.
     """
     found = list(found)
-    nested: list[tuple[NestedSequential, Channels]] = []
+    nested: list[tuple[ModuleSequence, Channels]] = []
     routed_groups = []
     for (split, modules), crossing in zip(found, _crossing(found, around)):
         module = modules[0][0]
         inside: Routes | None = None
-        if isinstance(module, NestedSequential) and split != "FORWARD":
+        if isinstance(module, ModuleSequence) and split != "FORWARD":
             module.connect(crossing, outer)
             inside = module.resolved_routes()
             nested.append((module, crossing))
@@ -350,7 +293,7 @@ def _as_routed(
             tuple(op for op, _ in pairs), tuple(scope for _, scope in pairs), fused=not split
         )
     name = type(module).__name__
-    if not isinstance(module, NestedSequential):
+    if not isinstance(module, ModuleSequence):
         return RoutedGroup((), (), fused=False, name=name)
     name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
     if inside is not None:

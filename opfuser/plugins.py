@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .errors import FusionError
 from .fusion import Fusion
-from .op import FusedOperation
+from .op_base import FusedOperation
 
 __all__ = ["GROUP", "PluginInfo", "load_all"]
 

@@ -16,6 +16,8 @@ A few kinds of underscored names stand elsewhere, as they are private in spellin
   around torch rely: ``_parameters``, ``_load_from_state_dict``, hooks and the like.
 """
 
+# Longer than 500 lines: all that is private elsewhere stands in one place, on purpose.
+
 from __future__ import annotations
 
 import copy

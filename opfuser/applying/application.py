@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, ArgumentTypeError
-from ..quantization.recipe_state import Elsewhere
+from ..errors import ArgumentTypeError
+from ..quantization.operation_state import forget_state_of_parameters
 from ..quantization.region import autocast
-from ..quantization.state import forget_state_of_parameters
-from ..reading.built import Memory
 from .decisions import Application
 from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall
@@ -139,29 +137,6 @@ def report(model: nn.Module) -> Report:
         else:
             kept.append(entry)
     return Report(tuple(computed), tuple(inside), tuple(kept))
-
-
-def _sequences(model: nn.Module) -> Iterator[nn.Module]:
-    """What computes the modules of a model, for :func:`opfuser.init_recipe_state`.
-
-    Raises:
-        ArgumentError: none of its modules has been called.
-    """
-    states = [state for module in model.modules() if (state := state_of(module)) is not None]
-    if states and not any(state.decisions for state in states):
-        raise ArgumentError.explained(
-            "Which linear operations compute a model is known once it was called",
-            where="init_recipe_state",
-            received=f"a {type(model).__name__} that was not called since opfuser.apply",
-            remedy="Pass an example to apply, or call the model once",
-        )
-    for decision in (decision for state in states for decision in state.decisions):
-        if decision.built is not None:
-            yield decision.built.sequence
-            yield from (e.sequence for e in decision.built.extras if isinstance(e, Memory))
-
-
-Elsewhere.operations = _sequences
 
 
 def is_computed(module: nn.Module) -> bool:

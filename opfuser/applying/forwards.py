@@ -21,7 +21,9 @@ from torch.nn.modules import module as torch_module
 from .. import torch_internals as internals
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
-from ..quantization.state import restore_state_of_parameters
+from ..quantization.operation_state import restore_state_of_parameters
+from ..quantization.recipe_state import COMPUTED_BY
+from ..reading.built import Memory
 from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
@@ -34,7 +36,7 @@ from .decisions import Application, Decision, arranged
 from .deferred import without_deferred
 from .layouts import Given, Layout, given_of, layout_of
 
-_STATE = "_opfuser_applied"
+_STATE = COMPUTED_BY
 _REDUCE = "__reduce_ex__"
 _LOAD = "_load_from_state_dict"
 # What a module does that was read so often without end is left alone.
@@ -144,6 +146,15 @@ class State(CompiledCalls):
         if (copied := memo.get(id(self.module()))) is not None:
             made.module = weakref.ref(copied)
         return made
+
+    def sequences(self) -> list[nn.Module] | None:
+        """What computes the calls of the module, for :func:`opfuser.init_recipe_state`."""
+        found: list[nn.Module] = []
+        for decision in self.decisions:
+            if decision.built is not None:
+                found.append(decision.built.sequence)
+                found += [e.sequence for e in decision.built.extras if isinstance(e, Memory)]
+        return found if self.decisions else None
 
     def call(self, module: Any, own: dict[str, Any], args: Any, kwargs: Any) -> Any:
         """The result of a call of the module."""

@@ -39,6 +39,7 @@ class AddEmbedding(BasicOperation):
     """
 
     num_extra_inputs: int = 1
+    takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset({"num_embeddings", "embedding_dim"})
 
     class Saved(NamedTuple):
@@ -77,8 +78,6 @@ class AddEmbedding(BasicOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **arguments: Unpack[ForwardArguments]
     ) -> ForwardResult:
         (ctx,), ((indices,),) = basic_op_ctxs, arguments["basic_op_extra_inputs"]
-        if arguments["basic_op_kwargs"][0]:
-            self.refuse_keywords(arguments["basic_op_kwargs"][0])
         assert indices is not None
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(indices))

@@ -31,6 +31,7 @@ class AddExtraInput(BasicOperation):
     """
 
     num_extra_inputs: int = 1
+    takes_keywords = False
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -42,8 +43,6 @@ class AddExtraInput(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         extra = given["basic_op_extra_inputs"][0][0]
         assert extra is not None
         if basic_op_ctxs[0].may_overwrite and self._fits(input_, extra):

@@ -35,6 +35,7 @@ class Combine(Collective):
     """
 
     num_extra_inputs: int = 2
+    takes_keywords = False
 
     class Saved(NamedTuple):
         row_order: Tensor | None
@@ -43,8 +44,6 @@ class Combine(Collective):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, group = basic_op_ctxs[0], self.process_group
         row_order, rank_sizes = given["basic_op_extra_inputs"][0]
         assert row_order is not None

@@ -102,6 +102,7 @@ class CrossEntropy(BasicOperation):
 
     kernels = ("Triton cross_entropy",)
     num_extra_inputs: int = 1
+    takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
 
     class Saved(NamedTuple):
@@ -179,8 +180,6 @@ class CrossEntropy(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, targets = basic_op_ctxs[0], given["basic_op_extra_inputs"][0][0]
         terms, reduction = self.frozen_settings(ctx)
         assert targets is not None

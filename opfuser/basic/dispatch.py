@@ -62,6 +62,7 @@ class Dispatch(Collective):
 
     num_extra_inputs: int = 2
     num_extra_outputs: int = 4
+    takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset(
         {"num_experts", "weighted", "num_extra_inputs", "num_extra_outputs"}
     )
@@ -100,8 +101,6 @@ class Dispatch(Collective):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, group = basic_op_ctxs[0], self.process_group
         split_sizes, weights = (*given["basic_op_extra_inputs"][0], None)[:2]
         assert split_sizes is not None

@@ -1,5 +1,8 @@
 """Attention by the kernels that there are for it."""
 
+# Longer than 500 lines: nearly all is one class, whose methods are the
+# arguments, inputs and passes of one operation; kernels and their choice are in attention/.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -45,6 +45,7 @@ class DropTokens(BasicOperation):
 
     num_extra_inputs: int = 2
     num_extra_outputs: int = 3
+    takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset(
         {"num_experts", "weighted", "num_extra_inputs", "num_extra_outputs"}
     )
@@ -83,8 +84,6 @@ class DropTokens(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         sizes, weights = (*given["basic_op_extra_inputs"][0], None)[:2]
         assert sizes is not None
@@ -172,6 +171,7 @@ class RestoreTokens(BasicOperation):
     """
 
     num_extra_inputs: int = 1
+    takes_keywords = False
 
     class Saved(NamedTuple):
         slots: Tensor
@@ -179,8 +179,6 @@ class RestoreTokens(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, (slots,) = basic_op_ctxs[0], given["basic_op_extra_inputs"][0]
         assert slots is not None
         if input_.dim() != 2 or slots.dim() != 1 or slots.dtype != torch.int64:

@@ -1,5 +1,8 @@
 """A linear transformation for each group of rows: the experts of a mixture."""
 
+# Longer than 500 lines: two thirds are one class, whose methods are
+# the arguments, weights and passes of one operation; what it shares is in six other files.
+
 from __future__ import annotations
 
 import contextlib

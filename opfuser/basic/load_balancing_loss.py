@@ -46,6 +46,7 @@ class LoadBalancingLoss(BasicOperation):
 
     num_extra_inputs: int = 1
     num_extra_outputs: int = 1
+    takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset({"num_routers", "num_extra_inputs"})
 
     class Saved(NamedTuple):
@@ -85,8 +86,6 @@ class LoadBalancingLoss(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         (coefficient,) = self.frozen_settings(ctx)
         terms = [t for t in given["basic_op_extra_inputs"][0] if t is not None]

@@ -28,6 +28,7 @@ class MakeExtraOutput(BasicOperation):
     """
 
     num_extra_outputs: int = 1
+    takes_keywords = False
 
     class Settings(NamedTuple):
         in_place: bool
@@ -42,8 +43,6 @@ class MakeExtraOutput(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         return input_, [(input_,)]
 
     def fuser_backward(

@@ -52,6 +52,7 @@ class Permute(BasicOperation):
     kernels = ("Triton row map",)
     num_extra_inputs: int = 2
     num_extra_outputs: int = 3
+    takes_keywords = False
     emits_groups: ClassVar[bool] = True
     read_only: ClassVar[frozenset[str]] = frozenset(
         {"weighted", "num_extra_inputs", "num_extra_outputs"}
@@ -89,8 +90,6 @@ class Permute(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         indices, weights = (*given["basic_op_extra_inputs"][0], None)[:2]
         assert indices is not None

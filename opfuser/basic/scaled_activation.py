@@ -44,6 +44,7 @@ class _ScaledActivation(BasicOperation):
 
     kernels = ("Triton gated",)
     num_extra_inputs: int = 1
+    takes_keywords = False
 
     class Saved(NamedTuple):
         input: Tensor
@@ -69,8 +70,6 @@ class _ScaledActivation(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         scales = given["basic_op_extra_inputs"][0][0]
         assert scales is not None
         ctx = basic_op_ctxs[0]

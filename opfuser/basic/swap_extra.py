@@ -25,6 +25,7 @@ class SwapExtra(BasicOperation):
 
     num_extra_inputs: int = 1
     num_extra_outputs: int = 1
+    takes_keywords = False
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.extra_inputs[0]
@@ -32,8 +33,6 @@ class SwapExtra(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         (extra,) = given["basic_op_extra_inputs"][0]
         assert extra is not None
         return extra, [(input_,)]

@@ -38,6 +38,7 @@ class Unpermute(BasicOperation):
 
     kernels = ("Triton row map",)
     num_extra_inputs: int = 1
+    takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset({"weighted", "num_extra_inputs"})
 
     class Saved(NamedTuple):
@@ -54,8 +55,6 @@ class Unpermute(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         row_map, weights = (*given["basic_op_extra_inputs"][0], None)[:2]
         assert row_map is not None

@@ -8,9 +8,9 @@ import json
 from textwrap import wrap
 from typing import Any
 
-from ..engine.folding import joined_names
 from ..engine.plan import Plan
 from ..errors import TargetError
+from ..explain.folding import joined_names
 from ..report.conversion import no_sequences
 from ..report.diff import check_fusion_name
 from ..report.inputs import did_you_mean

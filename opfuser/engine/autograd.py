@@ -279,7 +279,6 @@ _NOT_BATCHED = explain(
 )
 
 
-_NO_KEYWORDS = keywords_of(None)
 # Without the Python wrapper of torch before 2.14, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
 _apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply

@@ -10,16 +10,17 @@ return, ranges in profiles, code for torch.compile to trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from textwrap import indent
 from typing import Any, NamedTuple
 
+from ..context import GradNeeds, new_context
 from ..fusion import Stage
-from ..op import BasicOperation, GradNeeds, new_context
-from ..op.kinds import is_built_in
+from ..op_base import BasicOperation
+from ..op_base.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
+from .lines import Lines, Text, listed, tuple_text
 from .plan import Plan, Step, quantizers_between, span
 from .ranges import place, range_of
 from .routing import Routing, Slot, describe
@@ -40,7 +41,6 @@ class Emission(NamedTuple):
 
 
 PLAIN = Emission()
-_WIDTH = 100
 _UNQUANTIZED = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
@@ -64,102 +64,9 @@ class Layout(NamedTuple):
     paths: Sequence[str]
 
 
-class Text(NamedTuple):
-    """One function of a program.
-
-    Attributes:
-        source: its text.
-        names: what it finds under its names.
-        operations: the steps whose operations are among them.
-        steps: of each line, the step that it belongs to, if it does to one.
-    """
-
-    source: str
-    names: dict[str, Any]
-    operations: dict[str, Step]
-    steps: tuple[Step | None, ...]
-
-
 def step_name(step: Step) -> str:
     """How errors name a step."""
     return f"op {span(step.indices)} ({type(step.op).__name__})"
-
-
-class _Lines:
-    """Lines in the making, and what their names stand for."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {}
-        self.operations: dict[str, Step] = {}
-        self._lines: list[tuple[str, Step | None]] = []
-        self._depth = 0
-        self.step: Step | None = None
-
-    def __call__(self, line: str) -> None:
-        for row in line.split("\n"):
-            self._lines.append(("    " * self._depth + row, self.step))
-
-    def call(self, results: str, function: str, arguments: Sequence[str], around: str = "") -> None:
-        """A line by which names get the results of a call, or several if it is long.
-
-        Args:
-            results: the names.
-            function: the name of what is called.
-            arguments: of the call.
-            around: the name of what takes its result apart.
-        """
-        opening, closing = (f"{around}({function}(", "))") if around else (f"{function}(", ")")
-        line = f"{results} = {opening}{', '.join(arguments)}{closing}"
-        if 4 * self._depth + len(line) <= _WIDTH and "\n" not in line:
-            self(line)
-            return
-        self(f"{results} = {opening}")
-        for argument in arguments:
-            self(indent(f"{argument},", "    "))
-        self(closing)
-
-    @contextmanager
-    def block(self, line: str) -> Iterator[None]:
-        self(line)
-        self._depth += 1
-        yield
-        self._depth -= 1
-
-    def bind(self, name: str, value: Any) -> str:
-        """``name``, which stands for ``value`` from now on."""
-        self.names[name] = value
-        return name
-
-    def operation(self, step: Step) -> str:
-        """The name of what a step calls."""
-        indices = "_".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
-        name = f"op{indices}" if isinstance(step.op, BasicOperation) else f"fused{indices}"
-        self.operations[name] = step
-        return self.bind(name, step.op)
-
-    def helper(self, function: Any) -> str:
-        """The name of a function of the engine."""
-        return self.bind(function.__name__, function)
-
-    def text(self) -> Text:
-        source = "".join(line + "\n" for line, _ in self._lines)
-        steps_of_lines = tuple(step for _, step in self._lines)
-        return Text(source, self.names, self.operations, steps_of_lines)
-
-
-def _listed(parts: Iterable[str]) -> str:
-    """A list, in rows if it is long."""
-    rows = [""]
-    for part in parts:
-        fits = not rows[-1] or len(rows[-1]) + len(part) < _WIDTH - 20  # what stands around it
-        rows = [*rows[:-1], f"{rows[-1]} {part},".lstrip()] if fits else [*rows, f"{part},"]
-    if len(rows) == 1:
-        return f"[{rows[0].removesuffix(',')}]"
-    return "\n".join(["[", *[indent(row, "    ") for row in rows], "]"])
-
-
-def _tuple(parts: Sequence[str]) -> str:
-    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 
 
 def _extra(slot: Slot) -> str:
@@ -172,7 +79,7 @@ def _grad_of(slot: Slot) -> str:
 
 @contextmanager
 def _lines_of(
-    lines: _Lines, layout: Layout, emission: Emission, step: Step, stage: Stage
+    lines: Lines, layout: Layout, emission: Emission, step: Step, stage: Stage
 ) -> Iterator[None]:
     """Within it, lines belong to a step: a comment comes first, and its range around all others."""
     lines.step = step
@@ -227,7 +134,7 @@ class _Forward:
 
     def __init__(self, layout: Layout, emission: Emission) -> None:
         self.layout, self.emission = layout, emission
-        self.lines = _Lines()
+        self.lines = Lines()
         self.taped = any(need is not None for need in layout.plan.needs)
         last: dict[Slot, int] = {}
         routing = layout.routing
@@ -249,7 +156,8 @@ class _Forward:
         with lines.block("def forward(x, extra_inputs, keywords, tape, verification):"):
             if layout.routing.inputs:
                 lines(
-                    _tuple([f"e{n}" for n in range(len(layout.routing.inputs))]) + " = extra_inputs"
+                    tuple_text([f"e{n}" for n in range(len(layout.routing.inputs))])
+                    + " = extra_inputs"
                 )
             for number, step in enumerate(layout.plan.forward):
                 first = step.indices[0]
@@ -258,7 +166,7 @@ class _Forward:
                         bound = lines.bind(f"name{number}", step_name(step))
                         lines(f"verification.before_forward({first}, {bound}, x)")
                     self.step(number, step, (before.get(first), behind.get(first)))
-            lines(f"return x, {_listed(map(_extra, layout.routing.outputs))}")
+            lines(f"return x, {listed(map(_extra, layout.routing.outputs))}")
         return lines.text()
 
     def step(
@@ -313,7 +221,7 @@ class _Forward:
                 f"{lines.helper(steps.unless_watched)}({lines.bind(f'quantizer{number}', behind)})"
             )
         arguments = [
-            _listed(contexts),
+            listed(contexts),
             "x",
             f"basic_op_extra_inputs={given}",
             f"prev_op_grad_output_quantizer={handed[0]}",
@@ -354,8 +262,8 @@ class _Forward:
             asks = (False,) * len(sources)
             if need is not None and not is_built_in(step.op):
                 asks = tuple(isinstance(s, Slot) and n for s, n in zip(sources, need.extra_inputs))
-            rows.append(_listed(map(self.source, sources, asks)) if sources else "()")
-        return _listed(rows)
+            rows.append(listed(map(self.source, sources, asks)) if sources else "()")
+        return listed(rows)
 
     def source(self, source: Slot | int | None, asks: bool) -> str:
         if source is None:
@@ -373,7 +281,7 @@ class _Forward:
                 continue
             at = row[0]
             extras = [f"e{n}" for n in range(len(routing.inputs)) if n != at]
-            others = _tuple(["x", *map(_extra, self.made), *extras])
+            others = tuple_text(["x", *map(_extra, self.made), *extras])
             asked = (
                 f"{lines.helper(steps.may_overwrite)}({lines.bind(f'op{i}', op)}, e{at}, {others})"
             )
@@ -408,7 +316,7 @@ class _Backward:
 
     def __init__(self, layout: Layout, emission: Emission) -> None:
         self.layout, self.emission = layout, emission
-        self.lines = _Lines()
+        self.lines = Lines()
         self.given = set(layout.routing.outputs)  # slots whose gradient a name may hold
         self.kept = sum(stop - start for start, stop in filter(None, layout.reads))
 
@@ -429,7 +337,7 @@ class _Backward:
             for start in range(0, len(unset), 8):
                 lines(" = ".join([*unset[start : start + 8], "None"]))
             if outputs:
-                lines(_tuple(list(map(_grad_of, outputs))) + " = received")
+                lines(tuple_text(list(map(_grad_of, outputs))) + " = received")
             for step in reversed(layout.plan.backward):
                 if all(layout.plan.needs[i] is None for i in step.indices):
                     break
@@ -441,7 +349,7 @@ class _Backward:
                         lines(f"verification.after_backward({first}, {bound}, dx)")
             needs = next(iter(layout.plan.needs), None)
             dx = "dx" if needs is not None and needs.input else "None"
-            lines(f"return {_listed([dx, *results])}")
+            lines(f"return {listed([dx, *results])}")
         return lines.text()
 
     def revived(self, i: int) -> str:
@@ -465,10 +373,8 @@ class _Backward:
             bound = lines.bind(f"grad_quantizer{step.indices[0]}", quantizer)
             contexts[0] = f"{lines.helper(steps.handing_codes_on)}({contexts[0]}, {bound})"
         if any(slots):
-            lines(f"contexts_of_step = {_listed(contexts)}")
-            lines(
-                f"given = {_listed(_listed(map(_grad_of, row)) if row else '()' for row in slots)}"
-            )
+            lines(f"contexts_of_step = {listed(contexts)}")
+            lines(f"given = {listed(listed(map(_grad_of, row)) if row else '()' for row in slots)}")
             lines(" = ".join(_grad_of(slot) for row in slots for slot in row) + " = None")
             zero = lines.helper(steps.zero_or_none)
             with lines.block("if dx is None:"):
@@ -478,7 +384,7 @@ class _Backward:
             lines("contexts_of_step = given = None")
         else:
             with lines.block("if dx is not None:"):
-                self.general(step, _listed(contexts), _listed("()" for _ in step.indices))
+                self.general(step, listed(contexts), listed("()" for _ in step.indices))
 
     def plain(self, step: Step) -> None:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
@@ -489,7 +395,7 @@ class _Backward:
 
     def parameter_grads(self, i: int) -> str:
         start, stop = self.layout.spans[i]
-        return _tuple([f"g{n}" for n in range(start, stop)])
+        return tuple_text([f"g{n}" for n in range(start, stop)])
 
     def results(self, step: Step) -> steps.BackwardResults:
         spans, sources = self.layout.spans, self.layout.routing.sources

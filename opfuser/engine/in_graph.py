@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..op import BasicOperation
-from ..op.kinds import is_built_in
+from ..op_base import BasicOperation
+from ..op_base.kinds import is_built_in
 from ..torch_internals import compiling
 from ..traced_calls import Functions
 from .program import Program

@@ -9,7 +9,10 @@ import torch
 
 from ..fusion import Refusal
 from ..fusion_config import FusionConfig, Place, Setting, settings_at
+from ..op_base import BasicOperation
 from ..registry import FusionHandle, registry
+from .plan_key import CallFacts
+from .routing import Routing, output_dtypes
 
 
 class OperationFacts(NamedTuple):
@@ -77,3 +80,35 @@ class Limits:
             if least is not None and numel < least.value:
                 return Refusal("SHAPE", f"its parameters have {numel} elements: {least}")
         return None
+
+
+def facts_of_operations(
+    ops: Sequence[BasicOperation],
+    routing: Routing,
+    counts: Sequence[int],
+    places: Sequence[Place],
+    facts: CallFacts,
+) -> list[OperationFacts]:
+    """What limits of configurations are compared with; all of it follows from the key.
+
+    Args:
+        ops: the operations of a group.
+        routing: of their extra tensors.
+        counts: how many parameters each has.
+        places: where they stand; empty where they stand nowhere.
+        facts: of the call.
+    """
+    extras = [dtype for dtype, _ in facts.extra_inputs]
+    before = facts.dtype
+    after, _ = output_dtypes(
+        ops, routing, counts, before, facts.parameter_dtypes, extras, facts.autocast_dtype
+    )
+    shapes = iter(facts.parameter_shapes)
+    out = []
+    for place, dtype, count in zip(places or (Place(),) * len(ops), after, counts):
+        # Of what holds indices, as the input of an embedding, the result is computed in.
+        computed = before if before.is_floating_point else dtype
+        numel = sum(next(shapes).numel() for _ in range(count))
+        out.append(OperationFacts(place, facts.autocast_dtype or computed, numel))
+        before = dtype
+    return out

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .. import torch_internals as internals
 from ..buffer_reuse import only_reference
-from ..context import held
+from ..context import OperationContext, held
 from ..errors import CacheFullError, ContextError, InputError
 from ..fusion import Stage
-from ..op import OperationContext
-from ..op.results import refuse_output
+from ..op_base.results import refuse_output
 from .emission import Emission, step_name
 from .plan import Step
 from .program import Program

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from ..context import GradNeeds, TensorFacts
 from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
 from ..gemm_providers import GemmChoice
-from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from ..op_base import BasicOperation, FusedOperation, FusibleOperation
 from ..quantization.quantizers import Quantizer
 from .routing import Routing
 
@@ -310,6 +311,21 @@ class Plan(_Compared):
         return str(shown(self, "svg"))
 
 
+class Planned(NamedTuple):
+    """The plans of a call with tensors of some kind, and what it returns.
+
+    Attributes:
+        plans: in order; none for a plain module.
+        output, extra_outputs: what it returns.
+        assumed: assumptions about modules that declare nothing.
+    """
+
+    plans: list[Plan]
+    output: TensorFacts
+    extra_outputs: list[TensorFacts]
+    assumed: tuple[str, ...] = ()
+
+
 def shown(plan: Plan, way: str, *args: Any) -> Any:
     """A plan as text, data or files, by what stands above plans and is loaded once it is asked."""
     module, name = _WAYS[way]
@@ -318,13 +334,13 @@ def shown(plan: Plan, way: str, *args: Any) -> Any:
 
 _WAYS = {
     "data": ("report.plan_json", "plan_data"),
-    "dump": ("engine.dumps", "dump"),
-    "log": ("engine.plan_text", "log_lines"),
+    "dump": ("explain.dumps", "dump"),
+    "log": ("explain.plan_text", "log_lines"),
     "html": ("report.picture", "card"),
     "program": ("engine.program", "program_text"),
     "svg": ("report.picture", "picture"),
-    "text": ("engine.plan_text", "text"),
-    "why": ("engine.reasons", "why"),
+    "text": ("explain.plan_text", "text"),
+    "why": ("explain.reasons", "why"),
 }
 
 

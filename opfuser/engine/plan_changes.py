@@ -6,10 +6,12 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..events.kinds import Change
+from ..events.kinds import Change, PlanInvalidated
+from ..op_base import BasicOperation, FusibleOperation
 from ..recipe import Recipe
 from ..registry import FusionHandle
 from .plan_key import CallFacts, PlanKey
+from .routing import describe
 
 _INPUT = {
     "grad_enabled": "grad mode",
@@ -28,6 +30,29 @@ _FLAGS, _BUFFERS, _CHILDREN = 1, 2, 3
 
 # A model that is frozen or moved as a whole has one change per parameter.
 _MOST = 16
+
+
+def invalidated(
+    number: int,
+    before: PlanKey,
+    after: PlanKey,
+    units: Sequence[FusibleOperation],
+    ops: Sequence[BasicOperation],
+) -> PlanInvalidated:
+    """The event that a fuser's last plan does not hold for a call.
+
+    Args:
+        number: of the plan.
+        before, after: its key, and that of the call.
+        units: the operations that a plan starts from.
+        ops: the basic operations.
+    """
+    known = {id(op): describe(n, op) for n, op in enumerate(ops)}
+    modules = {id(op): op for op in [*units, *ops]}.values()
+    operations = [known.get(id(op), type(op).__name__) for op in modules]
+    parameters = [f"{name} of {known[id(op)]}" for op in ops for _, name in op.parameter_slots()]
+    kinds = tuple(type(op).__name__ for op in ops)
+    return PlanInvalidated(number, kinds, changes(before, after, operations, parameters))
 
 
 def changes(

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..context import held
+from ..context import GradNeeds, held
 from ..fusion import Stage
-from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
-from ..op.kinds import is_built_in
-from .emission import PLAIN, Emission, Layout, Text, emit_backward, emit_forward
+from ..op_base import BasicOperation, FusedOperation, FusibleOperation
+from ..op_base.kinds import is_built_in
+from .emission import PLAIN, Emission, Layout, emit_backward, emit_forward
+from .lines import Text
 from .plan import Plan, RecordedCalls, Step
 from .routing import Routing
 from .specialized import Specializations

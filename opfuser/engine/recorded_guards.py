@@ -16,7 +16,8 @@ from ..attention.cache import PendingCache
 from ..change_tracking import Clock
 from ..events import telling
 from ..quantization.recorded import QuantizedCalls
-from .recorder import NotRecordableError, Recorder, places
+from .recorded_functions import NotRecordableError, places
+from .recorder import Recorder
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 

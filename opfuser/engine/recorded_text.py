@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import torch_internals as internals
-from .emission import Text
+from .lines import Text
 from .plan import Step
 from .recorded_memory import Call, frugal, scratch_of, unmarked
 
@@ -59,7 +59,7 @@ def text_of(
         dead = [f"r{n}_{i}" if name is None else name for i, name in enumerate(call.results)]
         results = ", ".join(dead) + ("," if call.unpacked and len(dead) == 1 else "")
         unread = not any((name in last and last[name] > n) or name in kept for name in call.results)
-        if not call.results or (unread and not call.unpacked) or (unread and call.unpacked):
+        if not call.results or unread:
             line, gone = unmarked(call.text), []
         else:
             line = f"{results} = {unmarked(call.text)}"

@@ -17,7 +17,7 @@ from ..attention import context_parallel
 from ..events.kinds import BytesSaved, FallbackTaken
 from ..events.telling import emit, generation
 from ..fusion import Refusal
-from ..op.kinds import is_built_in
+from ..op_base.kinds import is_built_in
 from ..quantization.quantizers import kept_weights
 from ..quantization.watch import is_watched
 from ..recipe import DelayedScaling, Recipe

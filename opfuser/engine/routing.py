@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..errors import ChannelError
-from ..op import BasicOperation
+import torch
+
+from ..context import Dtypes
+from ..errors import ChannelError, ExtraInputCountError, counted, explain
+from ..op_base import BasicOperation
 
 
 class Slot(NamedTuple):
@@ -37,11 +40,6 @@ class Routing(NamedTuple):
     outputs: tuple[Slot, ...]
     consumers: tuple[tuple[tuple[int, ...], ...], ...]
 
-    @property
-    def trivial(self) -> bool:
-        """Whether no operation has extra tensors."""
-        return not self.inputs and not any(self.sources) and not any(self.consumers)
-
 
 ExtraInput: TypeAlias = str | None
 """The channel that an extra input reads; None: the caller passes it."""
@@ -52,6 +50,9 @@ class ExtraOutput(NamedTuple):
 
     channel: str | None
     to_caller: bool
+
+
+_PUBLIC = ExtraOutput(None, True)
 
 
 class Channels(NamedTuple):
@@ -132,17 +133,14 @@ class PrivateChannel(str):
 
 def public_routing(ops: Sequence[BasicOperation]) -> Routing:
     """The routing of operations called alone: every extra tensor is the caller's."""
-    inputs = tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_inputs))
-    position = {slot: n for n, slot in enumerate(inputs)}
-    return Routing(
-        tuple(
-            tuple(position[Slot(i, s)] for s in range(op.num_extra_inputs))
-            for i, op in enumerate(ops)
-        ),
-        inputs,
-        tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_outputs)),
-        tuple(((),) * op.num_extra_outputs for op in ops),
-    )
+    members = [
+        _Member("", None, (None,) * op.num_extra_inputs, (_PUBLIC,) * op.num_extra_outputs)
+        for op in ops
+    ]
+    group = RoutedGroup(tuple(ops), ())
+    routing = _route_group(group, members, 0, _Links({}, {}, CLOSED), [], []).routing
+    assert routing is not None
+    return routing
 
 
 def describe(index: int, op: BasicOperation) -> str:
@@ -334,3 +332,48 @@ def _route_group(
         tuple(tuple(row) for row in consumers),
     )
     return Route(routing if group.ops else None, tuple(takes), tuple(gives))
+
+
+def output_dtypes(
+    ops: Sequence[BasicOperation],
+    routing: Routing,
+    counts: Sequence[int],
+    dtype: torch.dtype,
+    parameters: Sequence[torch.dtype],
+    extra_inputs: Sequence[torch.dtype],
+    autocast: torch.dtype | None,
+) -> tuple[list[torch.dtype], list[Sequence[torch.dtype]]]:
+    """The dtypes that operations declare: of each one's output, and of its extra outputs.
+
+    Args:
+        ops: the operations of a group.
+        routing: of their extra tensors.
+        counts: how many parameters each has.
+        dtype: of the input.
+        parameters, extra_inputs: their dtypes, in order.
+        autocast: the dtype of autocast, if it is on.
+    """
+    left = iter(parameters)
+    outputs: list[torch.dtype] = []
+    of_extras: list[Sequence[torch.dtype]] = []
+    for op, sources, count in zip(ops, routing.sources, counts):
+        extras = tuple(
+            extra_inputs[source] if isinstance(source, int) else of_extras[source.op][source.slot]
+            for source in sources
+        )
+        own = tuple(next(left) for _ in range(count))
+        dtypes = Dtypes(dtype, extras, own, autocast)
+        dtype = op.output_dtype(dtypes)
+        outputs.append(dtype)
+        of_extras.append(op.extra_output_dtypes(dtypes))
+    return outputs, of_extras
+
+
+def wrong_count(asked_by: Sequence[str], received: int) -> ExtraInputCountError:
+    """The error about a wrong number of extra inputs, given what asks for each."""
+    text = explain(
+        f"Expected {counted(len(asked_by), 'extra input')} but got {received}",
+        where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
+        remedy="Pass one tensor per extra input after the main input, in operation order",
+    )
+    return ExtraInputCountError(text)

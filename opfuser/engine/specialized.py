@@ -8,31 +8,27 @@ A guard of each says for which calls that holds; any other call runs the program
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import torch_internals as internals
-from ..attention import context_parallel
 from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
-from ..context import any_autocast, autocast_dtype
-from ..events import telling
-from ..op import BasicOperation, OperationContext
-from ..op.kinds import is_built_in
+from ..context import OperationContext, any_autocast, autocast_dtype
+from ..op_base import BasicOperation
 from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
-from ..quantization.watch import is_watched
-from .emission import comment, step_name
+from .emission import comment
+from .recordable import is_plain_call, refusal_of_program, refuse_tensors
+from .recorded_functions import NotRecordableError, memory_of_all, places
 from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layout_of
 from .recorded_text import Straight
-from .recorder import NotRecordableError, Recorder, memory_of_all, places
+from .recorder import Recorder
 
 # Functions of one program, and kinds of calls that are told apart. Where shapes differ from call to
 # call, nothing is recorded.
@@ -45,22 +41,6 @@ CALLS_BEFORE = 1
 # Where as many are recorded as may be, before one takes the place of what was unused for longest:
 # with sizes that change from call to call, nothing is recorded again and again.
 _CALLS_BEFORE_REPLACING = 16
-
-
-class _Switch:
-    """Whether calls of programs that are made now are recorded."""
-
-    on = os.environ.get("OPFUSER_SPECIALIZE", "1") != "0"
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Programs that are made within it record no call."""
-    before, _Switch.on = _Switch.on, False
-    try:
-        yield
-    finally:
-        _Switch.on = before
 
 
 class Backward(NamedTuple):
@@ -171,7 +151,7 @@ class Specializations:
 
     def __init__(self, program: Any) -> None:
         self.found: tuple[Specialization, ...] = ()
-        self.refusal = _refusal_of_program(program)
+        self.refusal = refusal_of_program(program)
         self._kinds: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
@@ -260,7 +240,7 @@ class Specializations:
         keywords: Hashable,
     ) -> tuple[Hashable, Hashable] | None:
         """The kind of a call for which there is none, if it is to be recorded. Counts it."""
-        if not _is_plain_call(x, parameters, extra_inputs):
+        if not is_plain_call(x, parameters, extra_inputs):
             return None
         kind = keywords, kind_of((x, *extra_inputs))
         if kind in self._refused:
@@ -315,7 +295,7 @@ class Specializations:
         _, parameters, extra_inputs, kept = arguments
         try:
             recorder.finish()
-            _refuse_tensors(contexts)
+            refuse_tensors(contexts)
             output, outputs = results
             names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
             guard = guard_of_call(
@@ -391,7 +371,7 @@ class Specializations:
             return None
         number = special.backwards.get(kind, 0)
         given_tensors = [t for t in (*received, *saved) if t is not None]
-        if isinstance(number, Backward) or not _is_plain_call(dy, given_tensors, ()):
+        if isinstance(number, Backward) or not is_plain_call(dy, given_tensors, ()):
             return None
         if number < CALLS_BEFORE:
             if len(special.backwards) < _MAX_FOUND:
@@ -487,28 +467,6 @@ def _paths_of_parameters(program: Any, count: int) -> list[str]:
     return paths if len(paths) == count else [""] * count
 
 
-def _refusal_of_program(program: Any) -> str | None:
-    """Why no call of a program is recorded."""
-    plan = program.plan
-    if not _Switch.on:
-        return "OPFUSER_SPECIALIZE=0 is set"
-    if plan.env.recipe is not None and plan.env.recipe.gemm != "torch":
-        return f"products are those of {plan.env.recipe.gemm}"
-    if plan.env.device.type not in ("cpu", "cuda"):
-        return f"it runs on {plan.env.device.type}"
-    if program.prepared_ops:
-        return "an operation prepares each call"
-    for step in (*plan.forward, *plan.backward):
-        for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
-            ours = is_built_in(op)
-            if not (ours or vars(type(op)).get("recordable", False)):
-                return f"{step_name(step)} is not opfuser's own, nor recordable by its class"
-            # Collectives of the library are seen, each as a whole; those of others are not.
-            if not (op.replayable or (ours and getattr(op, "communicates", False))):
-                return f"{step_name(step)} does more than to call functions of torch"
-    return None
-
-
 def _quantized_calls(program: Any) -> QuantizedCalls | None:
     """What calls of a program share if they have a recipe."""
     plan = program.plan
@@ -516,44 +474,3 @@ def _quantized_calls(program: Any) -> QuantizedCalls | None:
         return None
     steps = *plan.forward, *plan.backward
     return QuantizedCalls([op for step in steps for op in step.op.quantized_ops], plan.env.recipe)
-
-
-def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
-    """Whether what runs is what anybody would see run."""
-    return (
-        all(map(is_plain, (x, *parameters, *extra_inputs)))
-        and x.numel() > 0
-        and not internals.dispatch_modes()
-        and not internals.function_modes()
-        and not internals.transforms_active()
-        and not context_parallel.is_active()
-        and not is_watched()
-        and not torch.is_anomaly_enabled()
-        and not telling._State.subscriptions
-        and not internals.in_forward_mode()
-        and not (
-            x.is_cuda and (internals.cuda_captures() or internals.cuda_device() != x.get_device())
-        )
-    )
-
-
-def _refuse_tensors(contexts: Sequence[OperationContext]) -> None:
-    """Raises NotRecordableError where contexts hold anything that differs between calls."""
-    for ctx in contexts:
-        for name, value in vars(ctx).items():
-            if name not in ("settings", "needs") and _holds_tensor(value):
-                raise NotRecordableError(f"a context keeps {name}, a {type(value).__name__}")
-
-
-def _holds_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or one of the library's or a collection that has any."""
-    if isinstance(value, (Tensor, nn.Module)):
-        return True
-    if isinstance(value, (tuple, list)):
-        return any(map(_holds_tensor, value))
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    if type(value).__module__.startswith(f"{__package__.partition('.')[0]}."):
-        own = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-        return _holds_tensor([*own, *getattr(value, "__dict__", {}).values()])
-    return False

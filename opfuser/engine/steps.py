@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..buffer_reuse import only_memory
+from ..context import OperationContext
 from ..errors import (
     ExtraInputGradientCountError,
     ExtraOutputCountError,
@@ -18,8 +19,7 @@ from ..errors import (
     counted,
     explain,
 )
-from ..op import OperationContext
-from ..op.results import (
+from ..op_base.results import (
     backward_parts,
     forward_parts,
     parameter_grads,

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals import VERSION, compiling, is_view
+from ..torch_internals import (
+    VERSION,
+    FunctionalTensorMode,
+    compiling,
+    dispatch_functionalize,
+    is_view,
+)
 from ..tracing import exporting, transforms_active
 from .autograd import batched_like, execute_eagerly, returned
-from .exported import execute_exported
 from .passes import Kwargs, Tape, traced_backward, traced_forward
 from .program import Program
 from .steps import zeros
@@ -39,7 +44,7 @@ def execute(
         op.pre_fuser_forward(requires_grad=needed)
     by_dynamo = torch.compiler.is_dynamo_compiling()
     if exporting() and not by_dynamo:
-        return execute_exported(program, input_, extra_inputs, kwargs)
+        return _execute_exported(program, input_, extra_inputs, kwargs)
     if not program.needs_backward:
         if transforms_active():
             input_ = batched_like(input_, [*parameters, *extra_inputs], kwargs)
@@ -53,6 +58,27 @@ def execute(
         range(input_.shape[-1])
     tensors = _each_once([input_, *parameters, *extra_inputs])
     return _DynamoFunction.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _execute_exported(
+    program: Program, input_: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
+) -> Any:
+    """As :func:`execute` of a program that needs no backward, while torch.export traces.
+
+    An exported program holds ATen operations of the forward pass alone, and torch differentiates
+    them when it runs. So nothing may be detached, as an autograd.Function does, and no result may
+    be overwritten, as plain torch does here to save memory: its gradient may have to be computed of
+    it. What operations write in place becomes operations that return their results.
+    """
+
+    def forward(x: Tensor, *extras: Tensor, kwargs: Kwargs) -> Any:
+        output, outputs = traced_forward(program, kwargs, x, extras, None)
+        return (output, *outputs) if outputs else output
+
+    # Views are recorded for the strides that are traced; those of later inputs may be others.
+    inputs = [t.clone(memory_format=torch.contiguous_format) for t in (input_, *extra_inputs)]
+    mode = FunctionalTensorMode(pre_dispatch=True, export=True)
+    return dispatch_functionalize(forward, mode)(*inputs, kwargs=kwargs)
 
 
 def _each_once(tensors: list[Tensor]) -> list[Tensor]:

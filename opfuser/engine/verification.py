@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..context import OperationContext
 from ..errors import (
     BackwardResultError,
     GradientShapeError,
     SavedTensorsError,
 )
-from ..op import BasicOperation, OperationContext
-from ..op.results import refuse_output
+from ..op_base import BasicOperation
+from ..op_base.results import refuse_output
 from ..quantization.quantizers import QuantizedTensor
 from .program import Program
 from .routing import describe

@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
-import torch
-
 from ..errors import ArgumentError, counted
-from ..kernels import launch
-from .kinds import KINDS, AttentionKernelTaken, Event, FallbackTaken, KernelCompiled
+from .kinds import KINDS, AttentionKernelTaken, Event, FallbackTaken
 
 logger = logging.getLogger("opfuser")
 
@@ -88,7 +85,6 @@ def _change(change: Callable[[tuple[Subscription, ...]], tuple[Subscription, ...
             kind.wanted = any(issubclass(kind, s._only) for s in now)
         # One flag for attention, which tells of both at once.
         AttentionKernelTaken.wanted |= FallbackTaken.wanted
-        launch.tell_compilations(_tell_compilation if KernelCompiled.wanted else None)
 
 
 def generation() -> int:
@@ -100,12 +96,6 @@ def emit(event: Event) -> None:
     """Tells an event; the caller has looked at ``wanted``, so that nothing is made in vain."""
     for subscription in _State.subscriptions:
         subscription._tell(event)
-
-
-def _tell_compilation(
-    what: launch.Launch, arguments: tuple[str, ...], device: torch.device, seconds: float
-) -> None:
-    emit(KernelCompiled(what.name, repr(what), arguments, device, seconds))
 
 
 def _checked(only: Any, where: str) -> tuple[type[Event], ...]:

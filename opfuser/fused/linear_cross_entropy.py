@@ -74,8 +74,6 @@ class LinearCrossEntropy(FusedOperation):
         linear, loss = self._parts
         ctx, targets = basic_op_ctxs[0], given["basic_op_extra_inputs"][1][0]
         assert targets is not None
-        if given["basic_op_kwargs"][1]:
-            loss.refuse_keywords(given["basic_op_kwargs"][1])
         terms, reduction = loss.frozen_settings(basic_op_ctxs[1])
         insist(_reduction_refusal(reduction), type(self).__name__)  # it may be set during a call
         x, w = linear.operands(ctx, input_, save=False)

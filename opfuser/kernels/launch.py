@@ -12,7 +12,7 @@ import importlib.util
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from torch import Tensor
 from .. import compilers
 from .. import torch_internals as internals
 from ..errors import CompilerError
+from ..events.kinds import KernelCompiled
+from ..events.telling import emit
 from ..recording import watching
 from ..tracing import functional
 
@@ -39,7 +41,6 @@ _MAX_RECENT = 256
 # The launcher, the binary's function, what comes between it and the kernel's arguments, and whether
 # these come in a tuple.
 _Entry = tuple[Any, Any, tuple[Any, ...], bool]
-Told = Callable[["Launch", tuple[str, ...], torch.device, float], None]
 
 
 class _State:
@@ -48,13 +49,11 @@ class _State:
     Attributes:
         everywhere: whether kernels take tensors of any device.
         record: where launches are noted instead of run.
-        compiled: is told of each kernel that was compiled.
     """
 
     everywhere: bool = INTERPRETED
     only_meta: bool = False
     record: list[Recorded] | None = None
-    compiled: Told | None = None
 
 
 class Recorded(NamedTuple):
@@ -105,16 +104,6 @@ def recorded(*, only_meta: bool = False) -> Iterator[list[Recorded]]:
         yield launches
     finally:
         _State.everywhere, _State.only_meta, _State.record = before
-
-
-def tell_compilations(told: Told | None) -> None:
-    """Has ``told`` called after the first launch with arguments of a kind; None: nobody.
-
-    Args:
-        told: takes the launch, the kinds of its arguments, their device, and the seconds that the
-            host took.
-    """
-    _State.compiled = told
 
 
 _counts: dict[int, int] = {}
@@ -335,12 +324,12 @@ class Launch:
                 raise CompilerError.explained(lacking, where=self.name) from error
         entry = None if key is None else internals.launcher_of(kernel)
         if key is not None and entry is not None:
-            general, told = _general(key), _State.compiled
+            general = _general(key)
             is_new = general not in self._compiled
             self._compiled[general] = entry
-            if is_new and told is not None:
-                kinds = tuple(map(_kind, args))
-                told(self, kinds, args[0].device, time.perf_counter() - began)
+            if is_new and KernelCompiled.wanted:
+                kinds, seconds = tuple(map(_kind, args)), time.perf_counter() - began
+                emit(KernelCompiled(self.name, repr(self), kinds, args[0].device, seconds))
 
     @property
     def options(self) -> dict[str, Any]:

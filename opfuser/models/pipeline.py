@@ -27,8 +27,8 @@ from opfuser.errors import (
     OpKwargsError,
     counted,
 )
-from opfuser.op import BasicOperation, FusibleOperation
-from opfuser.sequential import flatten, is_called
+from opfuser.module_sequence import flatten
+from opfuser.op_base import BasicOperation, FusibleOperation
 
 __all__ = ["StageModule", "StageTensors", "own_loss", "split"]
 
@@ -234,7 +234,7 @@ def _units(
     for name, module in seq._modules.items():
         assert module is not None
         path = f"{prefix}{name}"
-        plain = isinstance(module, Sequential) and _is_open(module) and len(module) > 0
+        plain = isinstance(module, Sequential) and module.joins_outer() and len(module) > 0
         if plain and opens(f"{path}.", cast(Sequential, module)):
             yield from _units(cast(Sequential, module), opens, f"{path}.")
         else:
@@ -334,14 +334,9 @@ def _ends(units: Iterable[_Unit], names: str) -> Iterator[_Ends]:
 
 def _operations(module: nn.Module) -> list[BasicOperation]:
     """Operations that exchange tensors through channels with others outside of ``module``."""
-    if isinstance(module, Sequential) and _is_open(module):
+    if isinstance(module, Sequential) and module.joins_outer():
         return [op for inner, _ in flatten(module) for op in _parts(inner)]
     return _parts(module)
-
-
-def _is_open(module: Sequential) -> bool:
-    """Whether its operations join those of the Sequential that holds it."""
-    return type(module) is Sequential and not is_called(module)
 
 
 def _parts(module: nn.Module) -> list[BasicOperation]:

@@ -1,5 +1,8 @@
 """How a recipe quantises the operands of a linear operation's GEMMs, and tensors on their way."""
 
+# Longer than 500 lines: half of it is OperandQuantizer, one class, whose methods say what every
+# format and scaling does with an operand.
+
 from __future__ import annotations
 
 import warnings
@@ -40,8 +43,9 @@ from ..recipe import (
 )
 from ..recording import is_recording
 from ..torch_internals import storage_address
+from .operation_state import state_of
 from .region import amax_group, keeping, kept_in_region
-from .state import QuantizationState, state_of
+from .state import QuantizationState
 from .watch import is_watched, tell
 from .weights import weight_codes
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..context import autocast_dtype
+from ..errors import ArgumentError
 from ..fusion import Env
-from ..op import BasicOperation, FusedOperation, FusibleOperation
-from ..op.fusible import RESTORED_CHILDREN, RestoredChild
-from ..op.kinds import is_built_in, must_be_called
+from ..op_base import BasicOperation, FusedOperation, FusibleOperation
+from ..op_base.kinds import is_built_in, must_be_called
 from ..recipe import DelayedScaling, Recipe
+from .operation_state import make_state
 from .region import active_recipe, check_recipe
-from .state import ROLES, QuantizationState, make_state, restore_state
 from .te_scales import te_scales
 from .weights import recipe_of_new_weights
 
+# Where a module keeps what computes its calls in its stead.
+COMPUTED_BY = "_opfuser_applied"
 
-class Elsewhere:
-    """Modules that compute those of a model in their stead; ``applying`` sets it."""
 
-    operations: Callable[[nn.Module], Iterable[nn.Module]] = lambda model: ()
+class ComputedBy(Protocol):
+    """What stands in the ``__dict__`` of a module whose calls something else computes."""
+
+    def sequences(self) -> Iterable[nn.Module] | None:
+        """The modules that compute its calls; None if there was none yet."""
 
 
 def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
@@ -51,10 +55,29 @@ def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
     """
     check_recipe(recipe, "init_recipe_state")
     seen: set[nn.Module] = set()
-    for module in (model, *Elsewhere.operations(model)):
+    for module in (model, *_computing(model)):
         for op, own in _operations(module, recipe, seen):
             if isinstance(own, DelayedScaling) and _follows(op, own):
                 make_state(op, own)
+
+
+def _computing(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that compute calls of those of a model in their stead."""
+    states: list[ComputedBy] = [
+        state
+        for module in model.modules()
+        if (state := module.__dict__.get(COMPUTED_BY)) is not None
+    ]
+    found = [state.sequences() for state in states]
+    if found and all(sequences is None for sequences in found):
+        raise ArgumentError.explained(
+            "Which linear operations compute a model is known once it was called",
+            where="init_recipe_state",
+            received=f"a {type(model).__name__} that was not called since opfuser.apply",
+            remedy="Pass an example to apply, or call the model once",
+        )
+    for sequences in found:
+        yield from sequences or ()
 
 
 def init_new_operation(op: BasicOperation) -> None:
@@ -93,21 +116,16 @@ def _follows(op: BasicOperation, recipe: Recipe) -> bool:
     return rounds and op.quantized_refusal(env) is None
 
 
-def _init(op: FusibleOperation, recipe: Any) -> None:
-    init_recipe_state(op, recipe)
+def adopt_te_scales(
+    op: FusibleOperation, state_dict: dict[str, Any], key: str, prefix: str
+) -> None:
+    """Replaces what te.ops has pickled of an operation by the scales that it holds.
 
-
-def _leave_out(op: FusibleOperation) -> None:
-    """A state without values goes; scales stay, as the operation may be taken back in."""
-    state = op._modules.get("quantization")
-    empty = isinstance(state, QuantizationState) and not any(map(state.knows, ROLES))
-    if empty and isinstance(op, BasicOperation):
-        op.reset_recipe_state()
-
-
-def _adopt(op: FusibleOperation, state_dict: dict[str, Any], key: str, prefix: str) -> None:
+    Args:
+        op: the operation.
+        state_dict: which has it.
+        key: of what te.ops has pickled.
+        prefix: of the keys of the scales.
+    """
     linear = [part for part in getattr(op, "basic_ops", (op,)) if part.takes_part_in_recipes]
     state_dict.update(te_scales(key, state_dict.pop(key), [prefix] * len(linear)))
-
-
-RESTORED_CHILDREN["quantization"] = RestoredChild(restore_state, _adopt, _init, _leave_out)

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor, nn
 
 from ..recipe import DelayedScaling, Recipe
+from .operation_state import SettledScales, settled_scales
 from .region import region_with_recipe
-from .state import SettledScales, settled_scales
 from .watch import is_watched
 
 

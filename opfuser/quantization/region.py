@@ -14,7 +14,7 @@ from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward, is_outside
 from ..torch_internals import constant_result
 from .checkpointed import forward_of, is_any_known, is_within_any, note_region
-from .state import enter_region
+from .scale_updates import enter_region
 
 
 class Region(NamedTuple):

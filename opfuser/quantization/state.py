@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -12,26 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, explain
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
 from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.quantize_plain import largest
 from ..kernels.scales import KeptScales
-from ..kernels.scales import update_scales as update_together
-from ..op.fusible import FusibleOperation
-from ..recipe import DelayedScaling, Recipe
-from ..recomputation import computed_again, in_backward, is_outside
+from ..recipe import DelayedScaling
 from ..recording import refuse_watching, seen_whole
 from .checkpointed import note_scale, scale_of_forward
 
 ROLES = ("input", "weight", "grad_output")
 _NUMBERS = {role: n for n, role in enumerate(ROLES)}
 
-_KEYS = "scale", "amax_history"
+# The name of the child of an operation that has them.
+CHILD = "quantization"
 
 
-class _Parts(NamedTuple):
+class StateParts(NamedTuple):
     """What is made once of the buffers of a state and its recipe: a slice takes microseconds.
 
     Attributes:
@@ -101,12 +97,12 @@ class QuantizationState(nn.Module):
         self.number = next(_numbers)  # the same order in every rank
         self.group: dist.ProcessGroup | None = None  # of ranks that it agrees with
         self.row = -1  # of the tensor in which they do
-        self._parts: _Parts | None = None
+        self._parts: StateParts | None = None
         self._written = self._versions()  # by this class
         # Of each role that forward rounds, if the last such tensor had another scale: its own, as
         # the first one, or that of the forward that was computed again.
         self._other: dict[int, Tensor] = {}
-        _all[self.number] = self
+        living_states[self.number] = self
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
@@ -221,7 +217,7 @@ class QuantizationState(nn.Module):
         """(1,): raised by whoever quantises a tensor."""
         return self._current_parts().amax[_NUMBERS[role]]
 
-    def _current_parts(self) -> _Parts:
+    def _current_parts(self) -> StateParts:
         """The buffers by their parts; the same object as long as nobody replaces a buffer."""
         parts, buffers, recipe = self._parts, self._buffers, self.recipe
         if (
@@ -238,7 +234,7 @@ class QuantizationState(nn.Module):
             self._parts = parts = self._make_parts()
         return parts
 
-    def _make_parts(self) -> _Parts:
+    def _make_parts(self) -> StateParts:
         refuse_watching("buffers were replaced")
         recipe, buffers = self.recipe, self._buffers
         with torch.inference_mode(False):
@@ -253,7 +249,7 @@ class QuantizationState(nn.Module):
             most_recent = recipe.amax_compute_algo == "most_recent"
             dtypes = recipe.dtype("input"), recipe.dtype("weight"), recipe.dtype("grad_output")
             kept = KeptScales(scale, history, amax, dtypes, recipe.margin, most_recent)
-        return _Parts(recipe, kept, *views, _addresses(kept))
+        return StateParts(recipe, kept, *views, _addresses(kept))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves with the operation, but stays in fp32, and has values also after ``to_empty``."""
@@ -283,7 +279,7 @@ class QuantizationState(nn.Module):
     ) -> None:
         """Takes all of it or nothing. A state without values yet needs none."""
         own = [prefix + name for name in self._buffers]
-        missing, problems = _misfits(state_dict, prefix, own)
+        missing, problems = misfits(state_dict, prefix, own)
         fits = not missing and not problems
         if fits:
             self._set_length(len(state_dict[prefix + "amax_history"]))
@@ -332,7 +328,7 @@ class QuantizationState(nn.Module):
         return tuple([(id(t), 0 if t.is_inference() else t._version) for t in own])
 
 
-def _misfits(
+def misfits(
     state_dict: dict[str, Any], prefix: str, keys: list[str]
 ) -> tuple[list[str], list[str]]:
     """The keys of a state that a state dict lacks, and what is wrong with what it has."""
@@ -355,314 +351,5 @@ def _misfits(
 
 # Whether one of them has seen values since the last update, only the device knows: a replayed call
 # leaves no trace on the host.
-_all: weakref.WeakValueDictionary[int, QuantizationState] = weakref.WeakValueDictionary()
+living_states: weakref.WeakValueDictionary[int, QuantizationState] = weakref.WeakValueDictionary()
 _numbers = count()
-
-
-def keep_state_in(op: nn.Module, module: nn.Module, parameter: str) -> None:
-    """Has an operation that reads a parameter of a module leave its state to that module."""
-    op.__dict__["_state_place"] = module, child_of(parameter)
-
-
-def child_of(parameter: str) -> str:
-    """The name of the child with the state of an operation, in the module of its parameter."""
-    return "quantization" if parameter == "weight" else f"{parameter}_quantization"
-
-
-def state_place(op: nn.Module) -> tuple[nn.Module, str]:
-    """The module that has the state of an operation, and the name of its child there."""
-    # A compound such as Linear has the parameters and the state of its operations.
-    owner = getattr(op, "_owner", None) or op
-    return owner.__dict__.get("_state_place") or (owner, "quantization")
-
-
-def make_state(op: nn.Module, recipe: DelayedScaling) -> QuantizationState:
-    """The state that an operation has, or a new one, which it has from now on.
-
-    Raises:
-        ArgumentError: the module whose parameter it reads has something else in its place.
-    """
-    owner, name = state_place(op)
-    state = owner._modules.get(name)
-    if state is None:
-        refuse_watching("scales are made")
-        _refuse_occupied(owner, name)
-        state = QuantizationState(recipe.amax_history_len, next(op.parameters()).device)
-        owner.add_module(name, state)
-    elif not isinstance(state, QuantizationState):
-        _refuse_occupied(owner, name)
-    assert isinstance(state, QuantizationState)
-    if op._modules.get("quantization") is not state:
-        op.add_module("quantization", state)
-    return state
-
-
-def _refuse_occupied(module: nn.Module, name: str) -> None:
-    if hasattr(module, name):
-        raise ArgumentError.explained(
-            f"Scales are kept in the child {name!r} of the module that has the weight",
-            where=type(module).__name__,
-            received=f"an attribute {name!r}, a {type(getattr(module, name)).__name__}",
-            remedy="Rename it, or use a recipe that keeps no scales",
-        )
-
-
-def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
-    """The state of an operation that computes with a recipe that keeps scales."""
-    assert isinstance(recipe, DelayedScaling)
-    owner, name = state_place(op)
-    state = owner._modules.get(name)
-    if state is None or op._modules.get("quantization") is not state:
-        state = make_state(op, recipe)
-    assert isinstance(state, QuantizationState)
-    length = recipe.amax_history_len
-    if not recipe.reduce_amax:
-        group = None
-    if state.recipe is recipe and state.group is group and state.length == length:
-        return state
-    # A backward leaves the state to the calls that came after its forward.
-    if state.recipe is None or not _is_past():
-        _adapt(op, state, recipe, group, length)
-    return state
-
-
-def _adapt(
-    op: nn.Module,
-    state: QuantizationState,
-    recipe: DelayedScaling,
-    group: dist.ProcessGroup | None,
-    length: int,
-) -> None:
-    """Has a state follow the recipe and the group of a call.
-
-    Args:
-        length: of the history.
-    """
-    if state.length != length or state.recipe != recipe or state.group is not group:
-        refuse_watching("scales are adapted to another recipe")
-    if state.length != length:
-        old = state.amax_history
-        with torch.inference_mode(False):
-            state.amax_history = old.new_zeros(length, len(ROLES))
-        kept = min(length, len(old))
-        state.amax_history[:kept] = old[:kept]
-    if state.recipe is not recipe and state.recipe != recipe:  # a region may have its own object
-        if state.recipe is None:  # the weight alone may have been assigned
-            state.to_empty(device=next(op.parameters()).device)
-        restored = state.recipe is None and any(map(state.knows, ROLES))
-        state.follow(recipe)
-        if restored:  # what a state dict brought waits since the region opened
-            update_together([state._current_parts().kept])
-            if ScalesUpdated.wanted:
-                emit(ScalesUpdated(1, ROLES, "state dict"))
-    if state.group is not group:
-        state.group = group
-        if group is not None:
-            state.row = _join(group, state.scale.device)
-
-
-class _Settled(NamedTuple):
-    """The state of an operation.
-
-    Attributes:
-        state: its state.
-        parts: made of its buffers.
-        known: which scales it knew.
-        own, of_owner: the children of the operation, and those among which it is kept.
-        name: of the child there.
-    """
-
-    state: QuantizationState
-    parts: _Parts
-    known: list[bool]
-    own: dict[str, nn.Module | None]
-    of_owner: dict[str, nn.Module | None]
-    name: str
-
-
-class SettledScales(NamedTuple):
-    """The scales of operations that all have them for a recipe, as a call has found them.
-
-    Attributes:
-        states: of the operations.
-        tensors: that a pass reads, or raises: of each state all scales, then those of each role and
-            the largest values of each, (1,).
-        facts: what else decides what a pass does with them.
-        group: of ranks that agree on the largest values.
-    """
-
-    states: Sequence[_Settled]
-    tensors: tuple[Tensor, ...]
-    facts: Hashable
-    group: dist.ProcessGroup | None
-
-    def are_current(self) -> bool:
-        """Whether they would be found again as they are."""
-        for state, parts, known, own, of_owner, name in self.states:
-            if (
-                own.get("quantization") is not state
-                or of_owner.get(name) is not state
-                or state._current_parts() is not parts
-                or state.known != known
-                or state._other
-                or state.group is not self.group
-            ):
-                return False
-        return True
-
-
-def settled_scales(ops: Sequence[nn.Module], recipe: DelayedScaling) -> SettledScales | None:
-    """The scales that operations have for a recipe; None if the next call makes or adapts some."""
-    length = recipe.amax_history_len
-    states: list[_Settled] = []
-    tensors: list[Tensor] = []
-    facts: list[Hashable] = []
-    groups: set[dist.ProcessGroup | None] = set()
-    for op in ops:
-        owner, name = state_place(op)
-        state = op._modules.get("quantization")
-        if not isinstance(state, QuantizationState):
-            return None
-        if owner._modules.get(name) is not state or state._other:
-            return None
-        if state.recipe != recipe or state.length != length or not any(state.known):
-            return None
-        groups.add(state.group)
-        parts, known = state._current_parts(), [*state.known]
-        scale, _, amax = parts.addresses
-        states.append(_Settled(state, parts, known, op._modules, owner._modules, name))
-        tensors += parts.kept.scale, *parts.scale, *parts.amax
-        facts.append((parts.kept.scale.device, *known, scale & 15, amax & 15))
-    if len(groups) > 1:
-        return None
-    return SettledScales(states, tuple(tensors), tuple(facts), next(iter(groups), None))
-
-
-def _is_past() -> bool:
-    """Whether the caller belongs to a call that came earlier."""
-    if is_outside():
-        return False
-    return in_backward() or computed_again() is not None
-
-
-def restore_state_of_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Makes what a module keeps for operations that read its parameters, if a state dict has it."""
-    for parameter in module._parameters:
-        name = child_of(parameter)
-        if not hasattr(module, name):
-            restore_state(module, state_dict, f"{prefix}{name}.", name)
-
-
-def forget_state_of_parameters(module: nn.Module) -> None:
-    """Removes what a module keeps for operations that read its parameters."""
-    for parameter in () if isinstance(module, FusibleOperation) else module._parameters:
-        if isinstance(module._modules.get(child_of(parameter)), QuantizationState):
-            del module._modules[child_of(parameter)]
-
-
-def restore_state(
-    op: nn.Module, state_dict: dict[str, Any], prefix: str, name: str = "quantization"
-) -> None:
-    """Makes the state of an operation if a state dict has one, which then loads it.
-
-    Args:
-        op: the operation, or a module that keeps its state.
-        state_dict: that is loaded.
-        prefix: of the state's keys.
-        name: of the child that the state is.
-    """
-    keys = [prefix + name for name in ("scale", "amax_history", "amax")]
-    if _misfits(state_dict, prefix, keys) == ([], []):
-        history = state_dict[prefix + "amax_history"]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            _tell_first_rank(op)
-        op.add_module(name, QuantizationState(len(history), next(op.parameters()).device))
-
-
-def _tell_first_rank(op: nn.Module) -> None:
-    """Others get what they ask for, if that rank's state dict is broadcast, and do not know."""
-    if dist.get_rank() == 0:
-        warnings.warn(
-            explain(
-                "Scales of a state dict are given to an operation that had none, on this rank",
-                where=f"{type(op).__name__}({op.extra_repr()})",
-                received="a state dict that rank 0 may have alone, as with broadcast_from_rank0",
-                remedy="Call opfuser.init_recipe_state(model, recipe) on every rank before loading",
-            ),
-            stacklevel=2,
-        )
-
-
-class _Members(NamedTuple):
-    """Members of a group: the states that have ever agreed in it, and where they do."""
-
-    states: int
-    device: torch.device
-
-
-# States die when the garbage is collected, in each rank at another time. What ranks do together
-# follows from the calls alone: from the regions that were opened, and the states' first calls.
-_members: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()
-_groups: dict[dist.ProcessGroup, None] = {}  # of regions since the last update, in their order
-
-
-def _join(group: dist.ProcessGroup, device: torch.device) -> int:
-    """The row of a state that is new to a group."""
-    count, chosen = _members.get(group, (0, device))
-    # NCCL takes no tensors of a CPU.
-    _members[group] = _Members(count + 1, chosen if chosen.type == "cuda" else device)
-    return count
-
-
-def enter_region(recipe: Recipe, group: dist.ProcessGroup | None, *, outermost: bool) -> None:
-    """Updates the scales of all operations, if the region that opens is in no other one."""
-    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax):
-        group = None
-    if group is not None:
-        _groups[group] = None
-    if outermost:
-        update_scales()
-    if group is not None:
-        _groups[group] = None
-
-
-def update_scales() -> None:
-    """Updates the scales of all operations from what they have seen since the last time.
-
-    Not where a forward is computed again, nor elsewhere in a backward pass. States that agree with
-    other ranks wait for a region with their group.
-    """
-    # In the order of their numbers. Going through values() takes seven calls.
-    states: list[QuantizationState] = []
-    for found in _all.valuerefs():
-        state = found()
-        if state is not None:
-            states.append(state)
-    if not (states or _groups) or _is_past():
-        return
-    groups = list(_groups)
-    _groups.clear()
-    for group in groups:
-        _agree(group, [state for state in states if state.group is group])
-    update: list[KeptScales] = []
-    for state in states:
-        if state.recipe is not None and (state.group is None or state.group in groups):
-            update.append(state._current_parts().kept)
-    update_together(update)
-    if update and ScalesUpdated.wanted:
-        emit(ScalesUpdated(len(update), ROLES, "region"))
-
-
-def _agree(group: dist.ProcessGroup, states: list[QuantizationState]) -> None:
-    """Has the ranks of a group take the largest of their values, in one reduction."""
-    members = _members.get(group)
-    if members is None or not dist.is_initialized():  # any more
-        return
-    rows = [torch.zeros(len(ROLES), device=members.device)] * members.states
-    for state in states:
-        rows[state.row] = state.amax.to(members.device, non_blocking=True)
-    # What a backend makes of NaN is its own. What overflowed in one rank says nothing of others.
-    together = torch.stack(rows).nan_to_num_(0.0, 0.0)
-    dist.all_reduce(together, dist.ReduceOp.MAX, group)
-    for state in states:
-        state.amax.copy_(together[state.row], non_blocking=True)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..kernels.quantize import Codes
 from ..recipe import DelayedScaling, Recipe
+from .operation_state import state_of
 from .quantizers import OperandQuantizer
 from .region import amax_group, region
-from .state import QuantizationState, state_of
+from .state import QuantizationState
 
 
 class TensorQuantizer(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import basic
-from ..quantization.state import keep_state_in
+from ..quantization.operation_state import keep_state_in
 from ..sequential import Sequential
 from .layer_cache import LayerCache
 from .made import Maker

@@ -5,6 +5,8 @@ two explained operations can be overlooked. An operation with an effect besides 
 be inside of a child that is called as it is.
 """
 
+# Longer than 500 lines: nearly all is one class, which tries its rules in an order that matters.
+
 from __future__ import annotations
 
 import itertools

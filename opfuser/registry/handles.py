@@ -15,7 +15,7 @@ from ..errors import FusionError, UnknownFusionError, choose_among
 from ..fusion import STAGES, Env, Fusion, FusionFunction, Requires, Stage
 from ..fusion_config import FusionConfig, Place, Setting, in_order, settings_at
 from ..fusion_config_text import read
-from ..op import FusibleOperation
+from ..op_base import FusibleOperation
 from ..plugins import PluginInfo, load_all
 
 

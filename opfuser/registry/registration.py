@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..fusion import ANYWHERE, Fusion, FusionFunction, PatternElement, Refusal, Requires, Stage
-from ..op import FusedOperation
+from ..op_base import FusedOperation
 from .handles import FusionHandle, registry
 
 F = TypeVar("F", bound=type[FusedOperation])

@@ -24,9 +24,9 @@ from itertools import groupby
 from textwrap import wrap
 from typing import Any
 
-from ..engine.folding import joined_names, like
 from ..engine.plan import together
 from ..errors import TargetError
+from ..explain.folding import joined_names, like
 from ..registry import disable, enable, fusions
 from .inputs import did_you_mean
 from .plan_json import document, explained

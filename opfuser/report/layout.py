@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..engine.folding import joined_parts, like, repeated, varying
 from ..engine.plan import Step
-from ..engine.plan_view import PlanView
+from ..explain.folding import joined_parts, like, repeated, varying
+from ..explain.plan_view import PlanView
 from .shapes import CHARACTER, KIND, SMALL
 
 MARGIN = 96  # pixels for the names of the rows

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..engine.folding import joined_paths
 from ..engine.plan import Plan, together
 from ..errors import TargetError, counted
 from ..expectations import occurrences, reasons_by_place
+from ..explain.folding import joined_paths
 from ..fusion import STAGES
 from ..registry import fusions
 from .conversion import no_sequences

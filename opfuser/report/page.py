@@ -11,12 +11,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from .. import __version__
-from ..engine.folding import joined_names, joined_numbers
 from ..engine.plan import FusionRecord, Plan, together
-from ..engine.plan_layers import Layer, StepRow, layers
-from ..engine.plan_view import PlanView
-from ..engine.reasons import everywhere, outcome, places, switched_off
 from ..errors import counted
+from ..explain.folding import joined_names, joined_numbers
+from ..explain.plan_layers import Layer, StepRow, layers
+from ..explain.plan_view import PlanView
+from ..explain.reasons import everywhere, outcome, places, switched_off
 from .picture import picture
 from .plan_json import equal_plans
 from .shapes import DARK, FONT, LIGHT

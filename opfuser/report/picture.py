@@ -9,8 +9,8 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import Plan
-from ..engine.plan_view import PlanView
 from ..errors import counted
+from ..explain.plan_view import PlanView
 from .layout import MARGIN, Layout, Line, Section
 from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect, text, titled
 from .sizes import in_bytes

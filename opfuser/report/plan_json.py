@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..engine.folding import like
 from ..engine.plan import FusionRecord, Plan, Step, together
-from ..engine.plan_view import PlanView
 from ..errors import TargetError
+from ..explain.folding import like
+from ..explain.plan_view import PlanView
 from .target import Target, plans
 from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
 

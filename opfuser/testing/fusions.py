@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.plan import Plan
-from ..engine.specialized import unrecorded
+from ..engine.recordable import unrecorded
 from ..errors import ArgumentError, UnknownFusionError, choose_among
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage

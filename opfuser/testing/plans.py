@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..engine.plan import FusionRecord, Plan
 from ..errors import ArgumentError, choose_among, counted, explain
-from ..expectations import last_plans, occurrences, reasons
+from ..expectations import Counts, compared, last_plans, occurrences, reasons
 from ..fusion import Stage
 from ..sequential import Sequential
 
@@ -43,24 +43,12 @@ def assert_fused(
             remedy="Name what must occur, as joint=dict(norm_linear=1)",
         )
     plans = _plans(model, inputs)
-    stages: tuple[tuple[Stage, Mapping[str, int] | None], ...] = (
-        ("forward", forward),
-        ("backward", backward),
-        ("joint", joint),
-    )
-    for stage, expected in stages:
-        for name, count in (expected or {}).items():
-            _records(plans, name)
-            found = sum(occurrences(plan, stage, name) for plan in plans)
-            if found != count:
-                raise AssertionError(
-                    record_text(
-                        f"Expected fusion {name!r} {counted(count, 'time')} in stage {stage}, "
-                        f"found {found}",
-                        plans,
-                        name,
-                    )
-                )
+    wanted: dict[Stage, Counts] = {"forward": forward, "backward": backward, "joint": joint}
+    for stage, name, count, found in compared(plans, wanted):
+        _records(plans, name)
+        if found != count:
+            times = f"{counted(count, 'time')} in stage {stage}, found {found}"
+            raise AssertionError(record_text(f"Expected fusion {name!r} {times}", plans, name))
 
 
 def assert_not_fused(

@@ -13,7 +13,7 @@ from ..engine.emission import step_name
 from ..engine.plan import Plan, Step
 from ..engine.routing import Slot
 from ..op import FusibleOperation, OperationContext
-from ..op.results import backward_parts, row_of_grads
+from ..op_base.results import backward_parts, row_of_grads
 from ..sequential import Sequential
 from .calls import ERRORS, Subject, in_mode, seeded
 from .changes import changed

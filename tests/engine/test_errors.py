@@ -115,6 +115,18 @@ def test_a_wrong_keyword_of_an_operation_alone() -> None:
         GELU()(randn(2), speed=3)
 
 
+def test_keywords_of_an_operation_that_takes_none() -> None:
+    op, x = AddExtraInput(), randn(2)
+    calls = (
+        lambda: op(x, x, scale=2),
+        lambda: Sequential(op)(x, x, op_kwargs={0: {"scale": 2}}),
+        lambda: opfuser.OperationFuser([op])(x, x, basic_op_kwargs=[{"scale": 2}]),
+    )
+    for call in calls:
+        with pytest.raises(OpKwargsError, match=r"^AddExtraInput takes no keywords.*: scale"):
+            call()
+
+
 # What operations return.
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import GELU, Linear, Residual, RMSNorm, Sequential
+from opfuser.engine.recordable import unrecorded
 from opfuser.engine.recorder import Recorder
-from opfuser.engine.specialized import unrecorded
 from opfuser.op import BasicOperation, OperationContext
 from opfuser.recording import watching
 from tests.engine.recorded_toys import (

@@ -10,7 +10,7 @@ import torch
 from opfuser import GELU, DotProductAttention, Linear, Sequential
 from opfuser.engine import specialized
 from opfuser.engine.program import Program
-from opfuser.engine.recorder import NotRecordableError
+from opfuser.engine.recorded_functions import NotRecordableError
 
 D = 8
 

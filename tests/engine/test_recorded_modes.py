@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import opfuser
 from opfuser import RMSNorm
 from opfuser.change_tracking import active_calls
-from opfuser.engine.specialized import unrecorded
+from opfuser.engine.recordable import unrecorded
 from tests.engine.recorded_toys import (
     ENOUGH,
     D,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from opfuser.buffer_reuse import only_reference
+from opfuser.engine.recorded_functions import NotRecordableError, places
 from opfuser.engine.recorded_text import Straight
-from opfuser.engine.recorder import NotRecordableError, Recorder, places
+from opfuser.engine.recorder import Recorder
 from opfuser.recording import leave, refuse_watching, seen_whole, unseen, unwatched, watching
 
 Function = Callable[[Tensor, Tensor], Any]

@@ -16,9 +16,9 @@ from opfuser import from_torch, to_torch
 from opfuser.basic.activation import ACTIVATIONS as PLAIN
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.counterparts import ACTIVATIONS, LAYERS, NORMS, Activation
-from opfuser.engine.plain_modules import replacement
 from opfuser.integrations.te.operations import OPERATIONS
 from opfuser.models import DecoderConfig, mlp_block
+from opfuser.plain_modules import replacement
 from tests.integrations import te_layers
 
 SOURCES = Path(opfuser.__file__).parent

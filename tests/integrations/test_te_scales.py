@@ -24,7 +24,7 @@ from opfuser.integrations.te import (
     te_state_dict,
 )
 from opfuser.kernels.quantize_plain import scale_for_plain
-from opfuser.quantization.state import state_of
+from opfuser.quantization.operation_state import state_of
 from opfuser.recipe import DelayedScaling, Format
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")

@@ -22,7 +22,7 @@ from opfuser.models import (
     mlp_block,
     swiglu_block,
 )
-from opfuser.quantization import state
+from opfuser.quantization import scale_updates
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -331,7 +331,7 @@ def test_blocks_have_the_recipe_once(block: Callable[[DecoderConfig], Any]) -> N
 @emulated
 def test_a_call_updates_scales_once(monkeypatch: pytest.MonkeyPatch) -> None:
     updates: list[None] = []
-    monkeypatch.setattr(state, "update_scales", lambda: updates.append(None))
+    monkeypatch.setattr(scale_updates, "update_scales", lambda: updates.append(None))
     config = DecoderConfig(**QUANTIZED, recipe=DelayedScaling())
     model = decoder_lm(config)
     for calls in (1, 2):

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 import opfuser
-from opfuser.engine.folding import Fold, joined_names, joined_numbers, like, place_in_layer
 from opfuser.engine.plan import Plan, Step
-from opfuser.engine.plan_view import PlanView
+from opfuser.explain.folding import Fold, joined_names, joined_numbers, like, place_in_layer
+from opfuser.explain.plan_view import PlanView
 from opfuser.gemm_providers import GemmChoice
 from tests.planning.toys import Fused, ops, plan, rule
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
-from opfuser.quantization.state import state_of
+from opfuser.quantization.operation_state import state_of
 from opfuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from tests.quantization.test_values import each_recipe, error, results
 

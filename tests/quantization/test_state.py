@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opfuser
 from opfuser.kernels.launch import recorded
 from opfuser.kernels.quantize import TensorScaling
+from opfuser.quantization.operation_state import state_of
 from opfuser.quantization.quantizers import OperandQuantizer
-from opfuser.quantization.state import QuantizationState, state_of, update_scales
+from opfuser.quantization.scale_updates import update_scales
+from opfuser.quantization.state import QuantizationState
 from opfuser.recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")

@@ -13,7 +13,7 @@ import opfuser
 from examples.lm_data import load_corpus, training_batch
 from examples.lm_recipes import RECIPES
 from opfuser.models import DecoderConfig, decoder_lm
-from opfuser.quantization import state
+from opfuser.quantization import scale_updates, state
 from opfuser.recipe import DelayedScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -92,7 +92,7 @@ def test_scales_that_stay_1_miss_the_loss_of_bf16(
 
     The loss falls behind slowly: by 0.8 % after 150 steps, by 2.2 % after all.
     """
-    monkeypatch.setattr(state, "update_scales", lambda: None)
+    monkeypatch.setattr(scale_updates, "update_scales", lambda: None)
     monkeypatch.setattr(state.QuantizationState, "knows", lambda self, role: True)
     losses = start(DelayedScaling()).train(0, STEPS)
     assert mean(losses) > (1 + 2 * CLOSE) * mean(bf16)

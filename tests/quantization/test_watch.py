@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser import QuantizationRecord
 from opfuser.quantization import quantizers
-from opfuser.quantization.state import state_of
+from opfuser.quantization.operation_state import state_of
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,

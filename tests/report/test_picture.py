@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine.plan_view import PlanView
+from opfuser.explain.plan_view import PlanView
 from opfuser.report import shapes as drawn
 from opfuser.report.layout import Layout
 from opfuser.report.picture import picture

@@ -17,7 +17,7 @@ from opfuser import (
     Sequential,
 )
 from opfuser.errors import NotSupportedError
-from opfuser.op.fusible import RESTORED_CHILDREN
+from opfuser.quantization.state import CHILD
 from opfuser.quantization.te_scales import te_scales
 
 from .conversion import options_of
@@ -87,7 +87,7 @@ def load_te_state_dict(
         key = keys.get(name)
         if name.rpartition(".")[2] == _STATE:
             paths = () if key is None else key.linear
-            mapped.update(te_scales(name, value, [f"{path}quantization." for path in paths]))
+            mapped.update(te_scales(name, value, [f"{path}{CHILD}." for path in paths]))
         else:
             mapped[key.ours if key is not None and key.ours is not None else name] = value
     return sequence.load_state_dict(mapped, strict=strict, assign=assign)
@@ -95,7 +95,7 @@ def load_te_state_dict(
 
 def _is_scale(name: str) -> bool:
     """Whether an entry is of what an operation keeps of quantised compute."""
-    return not RESTORED_CHILDREN.keys().isdisjoint(name.split("."))
+    return CHILD in name.split(".")
 
 
 def _refuse_codes(module: nn.Module, path: str) -> None:

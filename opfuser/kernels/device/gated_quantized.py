@@ -5,6 +5,9 @@ b, as in ``gated``: halves, or blocks of INTERLEAVE columns by turns. Where UP i
 linear units, and x has F columns.
 """
 
+# Longer than 500 lines: kernels that share their tiles' loads and
+# encodings, which Triton compiles as functions of one module.
+
 from __future__ import annotations
 
 import triton

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from ...basic import AddExtraInput, MakeExtraOutput
 from ...errors import TargetError
-from ...op import BasicOperation
+from ...op_base import BasicOperation
 from ...registry import disable, enable, fusions
 from ...sequential import Sequential
 from ..kernel_counts import size_of

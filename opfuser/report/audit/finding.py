@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...op import BasicOperation, FusedOperation, FusibleOperation
-from ...op.kinds import must_be_called
+from ...op_base.kinds import must_be_called
 from ...reading.dataflow import Dataflow, Node, Origin, Value, map_leaves
 from ...reading.kept import KeptError
 from ...reading.replay import undisturbed

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from ...basic import Identity
 from ...change_tracking import has_hooks, replaces_forward
-from ...engine.plain_modules import replacement
 from ...engine.plan import FusionRecord, Plan, Step
-from ...engine.reasons import rules_of
 from ...errors import OpfuserError
+from ...explain.reasons import rules_of
 from ...fusion import Fusion, Refusal, Stage
 from ...integrations.conversion import from_torch
-from ...op import BasicOperation, FusibleOperation
-from ...op.kinds import is_built_in
+from ...op_base import BasicOperation, FusibleOperation
+from ...op_base.kinds import is_built_in
+from ...plain_modules import replacement
 from ...registry import disable, enable, registry
 from ...sequential import Sequential
 from ..observing import SequenceCall

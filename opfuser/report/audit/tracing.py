@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...applying import is_computed
 from ...applying.deferred import Deferred
-from ...engine.plain_modules import replacement
 from ...op import FusibleOperation
+from ...plain_modules import replacement
 from ...sequential import Sequential
 from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed

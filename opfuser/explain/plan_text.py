@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..engine.plan import Plan, Step, span, together
 from ..errors import counted
 from ..events.kinds import FallbackTaken
 from .folding import joined_numbers
-from .plan import Plan, Step, span, together
 from .plan_layers import layers
 from .plan_view import PlanView, Stage
 from .reasons import fusion_lines, places, wrapped

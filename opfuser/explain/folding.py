@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from .plan import together
+from ..engine.plan import together
 
 
 class Fold(NamedTuple):

@@ -5,32 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import ArgumentError, ArgumentTypeError
 from .basic import BasicOperation
-from .fusible import FusibleOperation, StandaloneCalls
+from .fusible import FusibleOperation
 
 
 class FusedOperation(FusibleOperation):
-    """Consecutive basic operations executed as one.
-
-    One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
-    ``Linear``: a Sequential replaces it by its basic operations. Any other owns no parameters; its
-    basic operations do.
-
-    Args:
-        basic_ops: the basic operations it replaces, in forward order.
-
-    Raises:
-        ArgumentError: there are none.
-        ArgumentTypeError: one is no operation.
-
-    Class attributes:
-        saves_more: declares that its forward saves more bytes than the operations that it replaces;
-            :func:`opfuser.testing.check_fusion` fails for others that do.
-        handle: the ``FusionHandle`` of a class that :func:`opfuser.fusion` registered.
-    """
+    """What plans and programs know of :class:`opfuser.FusedOperation`."""
 
     saves_more: ClassVar[bool] = False
     handle: ClassVar[Any]
@@ -47,7 +30,7 @@ class FusedOperation(FusibleOperation):
             )
         self._set_parts(parts)
 
-    def _set_parts(self, parts: list[BasicOperation]) -> None:
+    def _set_parts(self, parts: list[Any]) -> None:
         self.basic_ops = nn.ModuleList(parts)  # type: ignore[assignment]
 
     @property
@@ -75,15 +58,6 @@ class FusedOperation(FusibleOperation):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         for op in self.basic_ops:
             op.pre_fuser_forward(requires_grad=requires_grad)
-
-    def forward(
-        self,
-        input: Tensor,
-        *extra_inputs: Tensor,
-        basic_op_kwargs: list[dict[str, Any]] | None = None,
-    ) -> Any:
-        """Runs this operation alone."""
-        return StandaloneCalls.run_alone(self, input, extra_inputs, basic_op_kwargs)
 
 
 def _flatten(ops: Iterable[FusibleOperation]) -> Iterator[BasicOperation]:

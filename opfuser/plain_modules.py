@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..change_tracking import has_hooks, replaces_forward
-from ..context import TensorFacts, autocast_dtype
-from ..counterparts import LAYERS, Layer
-from ..op import BasicOperation, FusedOperation
+from .change_tracking import has_hooks, replaces_forward
+from .context import TensorFacts, autocast_dtype
+from .counterparts import LAYERS, Layer
+from .op_base import BasicOperation, FusedOperation
 
 # Modules that autocast runs in its dtype.
 _LOWERED = (

@@ -1,11 +1,11 @@
-"""Basic operations: what one tensor operation implements, and the parameters that it owns."""
+"""What a plan runs of one tensor operation, and the parameters that the operation owns."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Concatenate, NoReturn, TypeVar
+from typing import Any, ClassVar, Concatenate, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..gemm_providers import GemmChoice
 from ..torch_internals import constant_result
-from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
+from .fusible import FusibleOperation
 from .results import parameter_grads
 
 Returned = TypeVar("Returned")
@@ -46,29 +46,14 @@ def _keywords_of(op_forward: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 class BasicOperation(FusibleOperation):
-    """One tensor operation: owns its parameters and implements forward and backward.
-
-    A subclass without extra inputs and outputs implements :meth:`op_forward` and
-    :meth:`op_backward`; one with them sets ``num_extra_inputs`` / ``num_extra_outputs`` and
-    implements :meth:`fuser_forward` and :meth:`fuser_backward`.
-
-    Class attributes:
-        num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
-        backward_reads_parameters: asks the engine to keep the parameters of the forward call in
-            ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
-        communicates: whether ranks may exchange data in its passes.
-        stores_last: whether all that it does with its keyword ``cache`` is to ask
-            ``attention.cache.extended``; a sequence can then have the cache store after all else.
-        takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
-        Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
-            the contract between every forward (fused or not) and every backward of this operation.
-    """
+    """What plans and programs know of :class:`opfuser.BasicOperation`."""
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
     communicates: bool = False
     stores_last: ClassVar[bool] = False
+    takes_keywords: ClassVar[bool] = True
     takes_part_in_recipes: ClassVar[bool] = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
@@ -126,6 +111,23 @@ class BasicOperation(FusibleOperation):
         # A signature takes longer to read than some operations.
         return _keywords_of(getattr(self.op_forward, "__func__", self.op_forward))
 
+    def check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises OpKwargsError for a keyword that the forward does not accept."""
+        if kwargs and not self.takes_keywords:
+            raise OpKwargsError.explained(
+                f"{type(self).__name__} takes no keywords", received=", ".join(kwargs)
+            )
+        if type(self).fuser_forward is not BasicOperation.fuser_forward:
+            return  # it receives the dict and checks the keywords itself
+        accepted = self._accepted_keywords()
+        unknown = [] if accepted is None else sorted(set(kwargs).difference(accepted))
+        if unknown:
+            raise OpKwargsError.explained(
+                "op_kwargs may only hold keywords that the operation's forward takes",
+                where=type(self).__name__,
+                received=", ".join(unknown),
+            )
+
     def quantized_refusal(self, env: Any) -> Any | None:
         """Why an operation with GEMMs is not computed as the recipe of ``env`` says, or None.
 
@@ -168,25 +170,6 @@ class BasicOperation(FusibleOperation):
             received=f"get_quantizer({mode!r}, {index!r})",
             remedy="num_quantizers(mode) says how many there are",
         )
-
-    def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
-        """Forgets the scales of quantised compute: they begin anew at the next call.
-
-        Args:
-            recipe: of calls to come, whose state is made at once; see
-                :func:`opfuser.init_recipe_state`. None leaves that to the first call. Either way
-                calls follow the recipe of their region.
-
-        Raises:
-            ArgumentError: ``recipe`` is neither None nor a recipe.
-        """
-        for module in (self, self._owner):
-            if module is not None and any(module._modules.get(n) for n in RESTORED_CHILDREN):
-                for name in RESTORED_CHILDREN:
-                    module._modules.pop(name, None)
-                module._touch()
-        for child in RESTORED_CHILDREN.values() if recipe is not None else ():
-            child.init(self, recipe)
 
     def _quantizer(self, mode: str, index: int) -> Any | None:
         return None
@@ -289,19 +272,6 @@ class BasicOperation(FusibleOperation):
                 remedy=f"Override {method}",
             )
 
-    def refuse_keywords(self, kwargs: Mapping[str, Any]) -> NoReturn:
-        """For a :meth:`fuser_forward` that takes no keywords and was given some.
-
-        Args:
-            kwargs: this operation's entry of ``basic_op_kwargs``, not empty.
-
-        Raises:
-            OpKwargsError: always.
-        """
-        raise OpKwargsError.explained(
-            f"{type(self).__name__} takes no keywords", received=", ".join(kwargs)
-        )
-
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -337,25 +307,6 @@ class BasicOperation(FusibleOperation):
         result = self.op_backward(basic_op_ctxs[0], grad_output)
         grad_input, grad_params = parameter_grads(type(self).__name__, result)
         return grad_input, [grad_params], [()]
-
-    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """Runs this operation alone. Channels do not apply: every extra input is an argument."""
-        if kwargs or torch.compiler.is_compiling() or self._alone is None:
-            keywords = [kwargs] if kwargs else None
-            return StandaloneCalls.run_alone(self, input, extra_inputs, keywords)
-        return self._alone(input, *extra_inputs)
-
-    def share_parameters_with(self, owner: FusibleOperation) -> None:
-        """Hands the parameters of this operation over to a compound.
-
-        Both use one dictionary from now on: an assignment through either is visible in both, and
-        the state dict has the compound's plain names.
-        """
-        owner._parameters.update(self._parameters)
-        for name in RESTORED_CHILDREN.keys() & self._modules.keys():
-            owner.add_module(name, self._modules[name])
-        self.__dict__["_parameters"] = owner._parameters
-        self.__dict__["_owner"] = owner
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__

@@ -8,14 +8,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 
-from ..change_tracking import is_compiled
-from ..fusion import Env, Fusion, Refusal
-from ..op import BasicOperation, FusibleOperation
-from ..registry import FusionHandle, registry
+from .change_tracking import is_compiled
+from .context import TensorFacts
+from .engine.plan import FusionRecord, Plan, Planned, Step
+from .engine.routing import Routes, Slot
+from .fusion import Env, Fusion, Refusal
+from .groups import Group
+from .module_sequence import Facts
+from .op_base import BasicOperation, FusibleOperation
 from .plain_modules import replacement
-from .plan import FusionRecord, Plan, Step
+from .registry import FusionHandle, registry
 
 _WHY = {
     "HOOK": "carries hooks",
@@ -23,35 +28,6 @@ _WHY = {
     "GROUP_SPLIT": "stands between",
 }
 _GATHERED = "is a unit of fully_shard, whose parameters are gathered when it is called"
-
-
-class Joint(NamedTuple):
-    """A group of operations, or a module that is called, and its plans.
-
-    Attributes:
-        callee: what is called.
-        ops: the basic operations.
-        split: why it is not fused with its neighbours: "", "HOOK", "FORWARD" or "GROUP_SPLIT".
-        plans: in order; a module that is called may have none.
-    """
-
-    callee: Any
-    ops: tuple[BasicOperation, ...]
-    split: str
-    plans: Sequence[Plan]
-
-    def border(self) -> Refusal:
-        """Why nothing is fused across the border of a module that is called."""
-        code, why, callee = self.split, _WHY[self.split], self.callee
-        if code == "FORWARD" and isinstance(callee, FusibleOperation):
-            why = callee.own_forward() or why
-        # What is not imported is not there.
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and isinstance(callee, fsdp.FSDPModule):
-            code, why = "COMMUNICATION", _GATHERED
-        elif isinstance(callee, nn.Module) and is_compiled(callee):
-            code, why = "FORWARD", "is compiled by its own compile()"
-        return Refusal(code, f"{type(callee).__name__} {why}")
 
 
 class _Scanned(NamedTuple):
@@ -70,15 +46,33 @@ class _Scanned(NamedTuple):
     stands_in: Refusal | None = None
 
 
+def _border(group: Group) -> Refusal:
+    """Why nothing is fused across the border of a module that is called."""
+    code, why, callee = group.split, _WHY[group.split], group.callee
+    if code == "FORWARD" and isinstance(callee, FusibleOperation):
+        why = callee.own_forward() or why
+    # What is not imported is not there.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(callee, fsdp.FSDPModule):
+        code, why = "COMMUNICATION", _GATHERED
+    elif isinstance(callee, nn.Module) and is_compiled(callee):
+        code, why = "FORWARD", "is compiled by its own compile()"
+    return Refusal(code, f"{type(callee).__name__} {why}")
+
+
 def join_plans(
-    joints: Sequence[Joint], grad_enabled: bool, assumed: tuple[str, ...] = ()
+    groups: Sequence[Group],
+    plans: Sequence[Sequence[Plan]],
+    grad_enabled: bool,
+    assumed: tuple[str, ...] = (),
 ) -> Plan | None:
     """One plan over all groups, with the fusions that their borders prevented.
 
     None if no group has a plan.
 
     Args:
-        joints: the groups, in order.
+        groups: in order.
+        plans: of each; a module that is called may have none.
         grad_enabled: whether a module without a plan takes part in backward.
         assumed: assumptions of the plans.
     """
@@ -88,24 +82,24 @@ def join_plans(
     scanned: list[_Scanned] = []
     records: dict[tuple[str, str], FusionRecord] = {}
     cut: Refusal | None = None
-    before: Joint | None = None
-    for joint in joints:
-        if before is not None and (joint.split or before.split):
-            cut = (joint if joint.split else before).border()
-        before = joint
+    before: Group | None = None
+    for group, own in zip(groups, plans):
+        if before is not None and (group.split or before.split):
+            cut = _border(group if group.split else before)
+        before = group
         here: list[_Scanned] = []
-        if not joint.plans:
-            step = Step(cast(nn.Module, joint.callee), ())
+        if not own:
+            step = Step(cast(nn.Module, group.callee), ())
             for steps in passes[: 1 + grad_enabled]:
                 steps.append(step)
-            here += [_Scanned(first, op) for op in joint.ops]
+            here += [_Scanned(first, op) for op in group.ops]
             instead = replacement(step.op)
             if instead is not None:
                 kind = type(step.op).__name__
                 why = f"torch.nn.{kind} stands where {instead.text} would fit"
                 no = Refusal("GROUP_SPLIT", why)
                 here += [_Scanned(first, op, stands_in=no) for op in instead.operations]
-        for plan in joint.plans:
+        for plan in own:
             joined.append(_behind(first, plan))
             passes[0].extend(joined[-1].forward)
             passes[1].extend(joined[-1].backward)
@@ -227,3 +221,46 @@ def _split_matches(
                 found.setdefault(real[0], why)
                 reached = match.stop
     return found
+
+
+def _planned(
+    groups: Sequence[Group], routes: Routes, x: Facts, extra_inputs: Sequence[Facts]
+) -> list[Planned]:
+    """The plans of each group for tensors like these."""
+    stored: dict[Slot, TensorFacts] = {}
+    out: list[Planned] = []
+    for group, path in zip(groups, routes.groups):
+        extras = [
+            extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
+        ]
+        out.append(group.planned(x, extras))
+        x = out[-1].output
+        for (key, _), extra_output in zip(path.gives, out[-1].extra_outputs):
+            if key is not None:
+                stored[key] = extra_output
+    return out
+
+
+def plan_groups(
+    groups: Sequence[Group], routes: Routes, x: Facts, extra_inputs: Sequence[Facts]
+) -> Planned:
+    """The plan of all groups for tensors like these, and what the last one returns.
+
+    Args:
+        groups: in order.
+        routes: of their extra tensors.
+        x: the input of the first one.
+        extra_inputs: those that the caller passes.
+    """
+    done = _planned(groups, routes, x, extra_inputs)
+    assumed = tuple(what for group in done for what in group.assumed)
+    plans = [planned.plans for planned in done]
+    plan = join_plans(groups, plans, torch.is_grad_enabled(), assumed)
+    extra_outputs = [
+        facts
+        for group, path in zip(done, routes.groups)
+        for (_, public), facts in zip(path.gives, group.extra_outputs)
+        if public
+    ]
+    output = done[-1].output if done else TensorFacts(x.dtype, x.device, x.requires_grad)
+    return Planned([] if plan is None else [plan], output, extra_outputs, assumed)

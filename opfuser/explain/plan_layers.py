@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from ..engine.plan import Step, span
+from ..plain_modules import replacement
 from .folding import Fold, NamePart, joined_parts, varying
-from .plain_modules import replacement
-from .plan import Step, span
 from .plan_view import PlanView, Stage
 
 _Parts = tuple[NamePart, ...]

@@ -1,10 +1,10 @@
-"""What every operation has, basic or fused: its part in plans, its state, calls of it alone."""
+"""What every operation has, basic or fused: its part in plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,34 +12,6 @@ from ..change_tracking import DERIVED, Tracked, has_hooks, signature
 from ..context import GradNeeds, OperationContext
 from ..errors import MissingImplementationError, ReadOnlyAttributeError
 from ..traced_calls import TracedCalls
-
-
-class StandaloneCalls:
-    """What runs one operation outside of a Sequential; ``fuser.py`` sets it."""
-
-    make_fuser: Callable[..., Any]
-    run_alone: Callable[..., Any]
-
-
-class RestoredChild(NamedTuple):
-    """What makes a child that an operation has only once it needs it.
-
-    Attributes:
-        restore: is told a state dict and the prefix of the child's keys there.
-        adopt: is told the key of what Transformer Engine has of the operation there, which it
-            pops, and the prefix of the child's keys, which it writes.
-        init: is told a recipe of quantised compute, where calls may follow it.
-        leave_out: is told that recipes leave the operation out from now on.
-    """
-
-    restore: Callable[[FusibleOperation, dict[str, Any], str], None]
-    adopt: Callable[[FusibleOperation, dict[str, Any], str, str], None]
-    init: Callable[[FusibleOperation, Any], None]
-    leave_out: Callable[[FusibleOperation], None]
-
-
-# By name.
-RESTORED_CHILDREN: dict[str, RestoredChild] = {}
 
 
 class FusibleOperation(TracedCalls, Tracked):
@@ -92,9 +64,6 @@ class FusibleOperation(TracedCalls, Tracked):
                 remedy="Make a new operation",
             )
         super().__setattr__(name, value)
-        if name == "recipe" and value is None:
-            for child in RESTORED_CHILDREN.values():
-                child.leave_out(self)
 
     @property
     def is_fused_op(self) -> bool:
@@ -212,35 +181,11 @@ class FusibleOperation(TracedCalls, Tracked):
     def _describe(self) -> str:
         return repr((id(type(self)), has_hooks(self), signature(self)))
 
-    _alone: Any = None  # the fuser of standalone calls, with its plans
-
-    def _prepare_alone(self) -> None:
-        if self._alone is None:
-            self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
-
-    def _prepare_tracing(self) -> None:
-        self._prepare_alone()
-
-    def _fuser_of(self, group: int) -> Any:
-        return self._alone
+    _alone: Any = None  # the fuser of calls of it alone, with its plans
+    _plain_forward: ClassVar[Any] = None  # which runs it alone
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         for derived in (*DERIVED, "_alone", "_settings"):
             state.pop(derived, None)
         return state
-
-    def _adopt_extra_state(self, state_dict: dict[str, Any], key: str, prefix: str) -> None:
-        """Takes what te.ops pickles of every operation, under ``key``, out of a state dict."""
-        for name, child in RESTORED_CHILDREN.items():
-            if key in state_dict:
-                child.adopt(self, state_dict, key, f"{prefix}{name}.")
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        self._adopt_extra_state(state_dict, prefix + "_extra_state", prefix)
-        for name, child in RESTORED_CHILDREN.items():
-            if name not in self._modules:
-                child.restore(self, state_dict, f"{prefix}{name}.")
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

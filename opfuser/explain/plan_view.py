@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..op import FusedOperation, FusibleOperation
-from ..op.kinds import is_built_in
+from ..engine.plan import Plan, Step, together
+from ..engine.routing import PrivateChannel
+from ..op_base import FusedOperation, FusibleOperation
+from ..op_base.kinds import is_built_in
 from ..quantization.quantizers import multiplies
 from .folding import Fold, Row, layer_of, like, repeated
-from .plan import Plan, Step, together
-from .routing import PrivateChannel
 
 Stage = Literal["forward", "backward"]
 _TRITON = importlib.util.find_spec("triton") is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from ..change_tracking import has_hooks, is_compiled, replaces_forward
-from .basic import BasicOperation
 from .fused import FusedOperation
 from .fusible import FusibleOperation
 
@@ -22,9 +21,6 @@ def is_built_in(op: nn.Module) -> bool:
 _OF_UNITS = "torch.distributed."
 
 
-_FORWARDS = (BasicOperation.forward, FusedOperation.forward)
-
-
 def must_be_called(op: nn.Module) -> str:
     """Why an operation has to be called as a module, or an empty string: "HOOK" or "FORWARD"."""
     if not isinstance(op, FusibleOperation):
@@ -32,7 +28,7 @@ def must_be_called(op: nn.Module) -> str:
     own = type(op)
     if replaces_forward(op) or own.__call__ is not _CALL or is_compiled(op):
         return "FORWARD"
-    if own.forward not in _FORWARDS and op.own_forward():
+    if own.forward is not own._plain_forward and op.own_forward():
         return "FORWARD"
     return "HOOK" if has_hooks(op) else ""
 

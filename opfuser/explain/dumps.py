@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .plan import Plan, shown
+from ..engine.plan import Plan, shown
 
 logger = logging.getLogger("opfuser")
 

@@ -6,12 +6,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..engine.plan import FusionRecord, Plan, span, together
 from ..errors import UnknownFusionError, choose_among, counted, explain
 from ..fused import FUSIONS
 from ..fusion import Fusion, Refusal
 from ..registry import registry
 from .folding import joined_names, joined_numbers, like, place_in_layer
-from .plan import FusionRecord, Plan, span, together
 from .plan_view import PlanView
 
 WIDTH = 80
