@@ -14,15 +14,12 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels.cross_entropy import (
-    RowLosses,
-    Terms,
-    aten_gradient,
-    aten_loss,
     by_aten,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_mean,
 )
+from ..kernels.cross_entropy_plain import RowLosses, Terms, aten_gradient, aten_loss
 from ..kernels.vocabulary_slices import Classes, merged_losses, slice_gradient, slice_statistics
 from ..op import BasicOperation, Dtypes
 from ._distributed import VocabularySlice, gather, refuse_reference, slice_vocabulary

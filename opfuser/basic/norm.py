@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import norm_backward, norm_forward
-from ..kernels.norm_quantized import (
-    QuantizedNorm,
-    norm_cols_quantized,
-    norm_forward_quantized,
-)
+from ..kernels.norm_quantized import norm_cols_quantized, norm_forward_quantized
+from ..kernels.norm_quantized_plain import QuantizedNorm
 from ..kernels.quantize import Codes, MeasuredScaling, Scaling
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings

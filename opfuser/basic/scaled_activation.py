@@ -13,15 +13,8 @@ from ..context import BackwardResult, Contexts, Extras, ForwardArguments, Forwar
 from ..errors import ArgumentError, InputError
 from ..kernels import functions
 from ..kernels.capped_functions import SoftCappedSquaredRelu
-from ..kernels.gated import (
-    GatedGrads,
-    Glu,
-    ProductSpec,
-    gated_backward,
-    gated_backward_,
-    gated_forward,
-    product_spec,
-)
+from ..kernels.gated import gated_backward, gated_backward_, gated_forward
+from ..kernels.gated_plain import GatedGrads, Glu, ProductSpec, product_spec
 from ..kernels.scalar import ScalarFunction, cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated

@@ -10,12 +10,8 @@ from torch import Tensor
 from .. import gemm
 from ..basic._distributed import VocabularySlice
 from ..basic.cross_entropy import classes_of, losses_of_slices
-from ..kernels.cross_entropy import (
-    LossGradient,
-    Terms,
-    cross_entropy_forward,
-    cross_entropy_gradient,
-)
+from ..kernels.cross_entropy import cross_entropy_forward, cross_entropy_gradient
+from ..kernels.cross_entropy_plain import LossGradient, Terms
 from ..kernels.tracing import hint, pieces
 from ..kernels.vocabulary_slices import slice_gradient
 from ..tracing import functional

@@ -27,32 +27,9 @@ from .cross_entropy_plain import (
     MeanLoss,
     RowLosses,
     Terms,
-    aten_gradient,
-    aten_loss,
 )
 from .launch import DTYPES, Launch, multiprocessors, runs
 from .tiling import cdiv
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "LossGradient",
-    "MeanLoss",
-    "RowLosses",
-    "RowRule",
-    "Terms",
-    "aten_gradient",
-    "aten_loss",
-    "by_aten",
-    "contiguous_rows",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "cross_entropy_gradient",
-    "cross_entropy_mean",
-    "even_rows",
-    "row_launch",
-    "scaled",
-]
 
 
 @dataclass(frozen=True)

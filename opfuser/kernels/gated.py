@@ -17,27 +17,13 @@ from torch import Tensor
 from .choice import kernel_or_plain
 from .gated_plain import (
     GatedGrads,
-    Glu,
     ProductSpec,
     backward_plain,
     backward_traced,
     forward_plain,
-    product_spec,
 )
 from .launch import DTYPES
 from .tiling import TiledLaunch, TileRule, cdiv, empty_contiguous, rows_of
-
-__all__ = [
-    "GatedGrads",
-    "Glu",
-    "ProductSpec",
-    "gated_backward",
-    "gated_backward_",
-    "gated_forward",
-    "product_constants",
-    "product_spec",
-    "readable",
-]
 
 # Blocks of fewer columns than 16 bytes hold.
 _NARROW = (1, 2, 4)

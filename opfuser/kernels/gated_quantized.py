@@ -46,17 +46,6 @@ from .quantize_plain import (
 )
 from .tiling import rows_of
 
-__all__ = [
-    "SAVED",
-    "GatedGrads",
-    "GatedOutput",
-    "fills_blocks",
-    "gated_backward_quantized",
-    "gated_forward_and_input",
-    "gated_forward_quantized",
-    "quantize_input",
-]
-
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.
 _FORWARD = Tile(32, BLOCK, 4)  # 0.98 of 8192 x 14336, and 0.80 in blocks
 # 0.93 of 8192 x 14336, 0.334 ms, and 0.332 with amax. 64 x 128: 0.408 and 0.331 ms; 64 x 64

@@ -33,8 +33,6 @@ from .quantize_plain import (
 )
 from .tiling import cdiv, empty_contiguous
 
-__all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
-
 # At most 64 registers on sm_90, and whole cache lines of the transpose: 33.3 us of 8192 x 4096,
 # 0.72 of a device-to-device copy on an H200. By 4 warps 32.4 us, of 64 x 64 by 8 36.8.
 _COLS = Tile(128, 64, 8)

@@ -18,9 +18,7 @@ from . import pointwise_plain as plain
 from .launch import AVAILABLE, DTYPES, INTERPRETED, Launch, runs
 from .norm_launch import MAX_CHAIN_ROW
 from .pointwise_launch import (
-    MAX_OPERANDS,
     BackwardLaunch,
-    Wants,
     choose_backward,
     choose_forward,
     choose_forward_norm,
@@ -30,7 +28,6 @@ from .pointwise_launch import (
     size_of,
 )
 from .pointwise_plain import (
-    ADD,
     BIAS,
     DROPOUT,
     FUNCTION,
@@ -38,26 +35,9 @@ from .pointwise_plain import (
     ChainGrads,
     ChainResult,
     Link,
+    Wants,
 )
 from .tiling import TiledLaunch, cdiv, empty_contiguous
-
-__all__ = [
-    "ADD",
-    "BIAS",
-    "DROPOUT",
-    "FUNCTION",
-    "KEEP",
-    "MAX_OPERANDS",
-    "Chain",
-    "ChainGrads",
-    "ChainResult",
-    "Link",
-    "Normed",
-    "draw_seed",
-    "draws_seeds",
-    "dropout",
-    "has_kernels",
-]
 
 
 def has_kernels(x: Tensor) -> bool:

@@ -17,16 +17,16 @@ from ...context import Contexts, Extras, OperationContext
 from ...fusion import Refusal
 from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
-from ...kernels.gated import ProductSpec, gated_backward, gated_backward_, gated_forward
+from ...kernels.gated import gated_backward, gated_backward_, gated_forward
+from ...kernels.gated_plain import ProductSpec
 from ...kernels.gated_quantized import (
-    SAVED,
-    GatedGrads,
     fills_blocks,
     gated_backward_quantized,
     gated_forward_and_input,
     gated_forward_quantized,
     quantize_input,
 )
+from ...kernels.gated_quantized_plain import SAVED, GatedGrads
 from ...kernels.quantize import Codes, Scaling
 from ...kernels.scalar import cast
 from ...op import in_compute_dtype

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.cross_entropy import (
-    RowLosses,
-    Terms,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_gradient,
     cross_entropy_mean,
     scaled,
 )
+from opfuser.kernels.cross_entropy_plain import RowLosses, Terms
 from opfuser.kernels.vocabulary_slices import (
     Classes,
     slice_gradient,
