@@ -216,7 +216,7 @@ class CrossEntropy(BasicOperation):
             dx = cross_entropy_backward(logits, flat, row_max, sum_exp, dloss, count, terms)
         else:
             rows, classes = RowLosses(dloss, row_max, sum_exp), classes_of(own)
-            dx = slice_gradient(logits, flat, rows, dloss, count, terms, classes, in_place=False)
+            dx = slice_gradient(logits, flat, rows, dloss, count, terms, classes, False)
         return dx.view_as(input_), [()], [(None,)]
 
     def check_inputs(self, shape: torch.Size, dtype: torch.dtype, targets: Tensor) -> None:

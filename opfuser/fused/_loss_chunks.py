@@ -115,7 +115,7 @@ class Head(NamedTuple):
             targets, terms, classes = self.targets[chunk], self.terms, classes_of(self.own)
             rows = losses_of_slices(logits, targets, terms, self.own)
             one, count = rows.loss.new_ones(()), self.divisor
-            dx = slice_gradient(logits, targets, rows, one, count, terms, classes, in_place=True)
+            dx = slice_gradient(logits, targets, rows, one, count, terms, classes, True)
             return LossGradient(rows.loss, dx)
         gradient: LossGradient = cross_entropy_gradient(
             logits, self.targets[chunk], self.divisor, self.terms

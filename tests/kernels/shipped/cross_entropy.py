@@ -50,7 +50,7 @@ def statistics(x: Tensor, *, terms: Terms) -> object:
 
 def of_slice(x: Tensor, *, terms: Terms) -> object:
     row = RowLosses(OF_ROWS, OF_ROWS, OF_ROWS)
-    return slice_gradient(x, TARGETS, row, NUMBER, COUNT, terms, CLASSES, in_place=True)
+    return slice_gradient(x, TARGETS, row, NUMBER, COUNT, terms, CLASSES, True)
 
 
 SHIPPED = Family()
