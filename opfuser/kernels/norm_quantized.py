@@ -9,6 +9,7 @@ and results: ``norm_quantized_plain``.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,7 @@ from .quantize import (
     scale_and_raised,
     scale_kind,
 )
-from .quantize_plain import (
-    BLOCK,
-    BlockScaling,
-    Codes,
-    Scaling,
-)
+from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling
 from .tiling import cdiv, empty_contiguous
 
 # At most 64 registers on sm_90, and whole cache lines of the transpose: 33.3 us of 8192 x 4096,
@@ -168,36 +164,19 @@ def _takes_blocks(scaling: Scaling, cols: int) -> bool:
     return not isinstance(scaling, BlockScaling) or cols % BLOCK == 0
 
 
-def _takes_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    with_mean: bool,
-    scaling: Scaling,
-) -> bool:
+def _takes_forward(x: Tensor, residual: Tensor | None, *others: Any) -> bool:
     cols = x.shape[-1]
     return (
         x.numel() > 0
         and cols <= FORWARD.max_cols
         and (residual is None or residual.dtype != torch.float64)
-        and _takes_blocks(scaling, cols)
+        and _takes_blocks(others[-1], cols)
         and has_fp8(x)
     )
 
 
-def _takes_cols(
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    zero_centered: bool,
-    scaling: Scaling,
-) -> bool:
-    return total.numel() > 0 and _takes_blocks(scaling, total.shape[-1]) and has_fp8(total)
+def _takes_cols(total: Tensor, *others: Any) -> bool:
+    return total.numel() > 0 and _takes_blocks(others[-1], total.shape[-1]) and has_fp8(total)
 
 
 norm_forward_quantized = kernel_or_plain(
