@@ -175,9 +175,7 @@ class ScaledSiTUGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
 
@@ -211,9 +209,7 @@ class ScaledClampedQGeGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
@@ -250,9 +246,7 @@ class ScaledSReLU(_ScaledActivation):
     Dtypes and errors as in :class:`ScaledSwiGLU`.
 
     Args:
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
     """
 
     def make_function(self) -> ScalarFunction:
@@ -267,9 +261,7 @@ class ScaledTanhSReLU(_ScaledActivation):
 
     Args:
         tanh_clamp_scale: the cap c, finite and positive.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
 
     Raises:
         ArgumentError: if ``tanh_clamp_scale`` is not finite and positive.
