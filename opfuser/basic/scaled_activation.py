@@ -97,8 +97,6 @@ class _ScaledActivation(BasicOperation):
         """The gradients as far as they are needed, and the output if it is wanted.
 
         Args:
-            ctx: the operation's context in backward.
-            dy: gradient of the output.
             want_output: whether to recompute the output along with the gradients.
             over_input: whether dx may overwrite the input that was saved.
         """

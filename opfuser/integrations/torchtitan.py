@@ -271,11 +271,7 @@ def _heads(attention: Any, qkv: Tensor) -> Sequence[Tensor]:
     description="Llama 3 layers with fused operations of opfuser",
 )
 def transformer_block(cfg: Llama3TransformerBlock.Config) -> FusedTransformerBlock.Config:
-    """The configuration of :class:`FusedTransformerBlock` in place of one of torchtitan's layers.
-
-    Args:
-        cfg: of the layer.
-    """
+    """The configuration of :class:`FusedTransformerBlock` in place of a layer's of torchtitan."""
     return derive(cfg, FusedTransformerBlock.Config)  # type: ignore[no-any-return]
 
 
@@ -285,9 +281,5 @@ def transformer_block(cfg: Llama3TransformerBlock.Config) -> FusedTransformerBlo
     description="Feed-forward blocks with fused operations of opfuser",
 )
 def feed_forward(cfg: FeedForward.Config) -> FusedFeedForward.Config:
-    """The configuration of :class:`FusedFeedForward` in place of that of ``FeedForward``.
-
-    Args:
-        cfg: of the feed-forward block.
-    """
+    """The configuration of :class:`FusedFeedForward` in place of that of ``FeedForward``."""
     return derive(cfg, FusedFeedForward.Config)  # type: ignore[no-any-return]

@@ -225,7 +225,6 @@ def scaled(
     Args:
         x: contiguous.
         factor, count: (), on the device of x. Nothing waits for a GPU.
-        dtype: of the result.
         in_place: whether ``x`` may be written to and returned.
     """
     return _scaled(x, factor, count, dtype, in_place and x.dtype == dtype)

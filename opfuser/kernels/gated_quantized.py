@@ -216,7 +216,6 @@ def gated_forward_quantized(
     Args:
         x: in fp32, bf16 or fp16.
         bias: None where there are linear units.
-        spec: the product.
         scaling: of h; F is a multiple of 128 for blocks.
     """
     assert bias is None or spec.up is None
@@ -225,12 +224,7 @@ def gated_forward_quantized(
 
 
 def fills_blocks(width: int, spec: ProductSpec) -> bool:
-    """Whether blocks of 128 columns of x lie within gates or within linear units.
-
-    Args:
-        width: columns of x.
-        spec: the product.
-    """
+    """Whether blocks of 128 columns of x lie within gates or within linear units."""
     return width % (2 * BLOCK if spec.up else BLOCK) == 0 and spec.interleave % BLOCK == 0
 
 

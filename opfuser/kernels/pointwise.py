@@ -88,9 +88,6 @@ class Normed(NamedTuple):
 class Chain:
     """A run of element-wise operations. It keeps what it launches.
 
-    Args:
-        links: in the order of forward.
-
     Attributes:
         reads: for each link, whether backward needs its operand; that of a KEEP is what it kept.
         reads_x: whether backward needs the input.

@@ -89,7 +89,6 @@ def _plain_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes
     Args:
         x: logits (rows, classes of this rank), at least one of them.
         targets: (rows,), of all classes.
-        terms: of the loss.
         classes: which the columns are.
     """
     _, here, column = _targets(targets, terms, classes, x.shape[1])
@@ -207,8 +206,6 @@ def merged_losses(parts: Tensor, targets: Tensor, terms: Terms, classes: int) ->
 
     Args:
         parts: the statistics of all ranks, (ranks, rows, 4).
-        targets: (rows,).
-        terms: of the loss.
         classes: of all ranks together.
     """
     ignore_index, smoothing, z_loss = terms

@@ -39,7 +39,6 @@ def page(
 
     Args:
         plans: by the path of the Sequential; equal ones are shown together.
-        title: the name of the model.
         traffic: of the same plans; without it the page has no bytes.
         missing: why there is no traffic.
     """

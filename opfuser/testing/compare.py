@@ -62,10 +62,7 @@ def deviation(ours: Tensor, plain: Tensor, exact: Tensor, factor: float, floor: 
     """How far a tensor is from float64.
 
     Args:
-        ours: the tensor.
         plain: the same by plain torch, whose error is allowed ``factor`` times.
-        exact: the same in float64.
-        factor: of :class:`Tolerance`.
         floor: of :class:`Tolerance`; integers have to be equal.
     """
     if not exact.numel():
@@ -102,12 +99,7 @@ def precision(dtypes: Sequence[torch.dtype]) -> float:
 
 
 def loosely(floor: float | None, tensors: Sequence[Tensor | None]) -> Tolerance:
-    """A tolerance that allows for rounding, where accuracy is not what is checked.
-
-    Args:
-        floor: the caller's floor.
-        tensors: all tensors of the computation.
-    """
+    """A tolerance that allows for rounding, where accuracy is not what is checked."""
     some = [t for t in tensors if t is not None]
     lower = {autocast_dtype(t.device) for t in some}
     dtypes = [*(t.dtype for t in some), *(dtype for dtype in lower if dtype is not None)]

@@ -69,9 +69,6 @@ class ActivationPart(Part):
     each block of 128 columns lies within gates or linear units.
 
     Args:
-        bias: the bias, or None.
-        activation: the activation.
-        where: names the fused operation in errors.
         behind: the part behind if it is quantised; None: the input is saved as it is.
 
     Raises:

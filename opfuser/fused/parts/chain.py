@@ -87,10 +87,6 @@ class ChainPart(Part):
     Saves the seeds of dropouts and what derivatives are computed from: the input, and sums with
     extra inputs.
 
-    Args:
-        ops: the operations, in forward order.
-        where: names the fused operation in errors.
-
     Raises:
         NotSupportedError: an operation is not element-wise, or too many have a tensor.
     """
@@ -152,9 +148,6 @@ class ChainPart(Part):
         """Saves what backward reads, if it will run.
 
         Args:
-            ctxs: contexts.
-            call: the call.
-            x: the input.
             kept: the sums that the kernel wrote.
         """
         ctx, (chain, owners, operands, dtypes) = ctxs[0], call

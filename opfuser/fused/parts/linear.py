@@ -43,9 +43,6 @@ class LinearPart(Part):
     Saves the weight, and its input unless the part before recomputes it.
 
     Args:
-        linear: the linear operation.
-        bias: the bias, or None.
-        where: names the fused operation in errors.
         add: the sum with an extra input, which comes last in the fused operation, or None.
 
     Raises:

@@ -86,10 +86,6 @@ class QuantizedLinearPart(LinearPart):
     Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
     gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
     saved, but that of this rank, and gathered again in backward.
-
-    Args:
-        linear, bias, where, add: as of :class:`LinearPart`.
-        recipe: how it is quantised.
     """
 
     communicates: ClassVar[bool] = True

@@ -182,11 +182,6 @@ def from_te_operation(op: Any) -> nn.Module:
 def to_te_operation(op: FusibleOperation, classes: Any, channel: Callable[[str], str]) -> Any:
     """Makes the operation of te.ops for one of opfuser, with its parameters and channels.
 
-    Args:
-        op: the operation.
-        classes: the module ``transformer_engine.pytorch.ops``.
-        channel: names a channel there.
-
     Raises:
         NotSupportedError: there is none of its kind, or an option has no counterpart.
     """
