@@ -50,11 +50,6 @@ def draws_seeds(x: Tensor) -> bool:
     return runs(x) or (AVAILABLE and (x.is_cuda or INTERPRETED))
 
 
-def draw_seed(x: Tensor) -> Tensor:
-    """A seed from the generator of the device of x, without the host waiting for it."""
-    return torch.randint(2**63 - 1, (1,), device=x.device)
-
-
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """``x / (1 - p)`` where the seed keeps it, else 0; contiguous. Its own gradient, for x = dy."""
     if not has_kernels(x):

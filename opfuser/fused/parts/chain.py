@@ -19,7 +19,8 @@ from ...errors import NotSupportedError
 from ...fusion import Env, Refusal
 from ...kernels.functions import Scale
 from ...kernels.launch import INTERPRETED
-from ...kernels.pointwise import Chain, draw_seed
+from ...kernels.philox import draw_seed
+from ...kernels.pointwise import Chain
 from ...kernels.pointwise_launch import MAX_OPERANDS
 from ...kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from ...op import BasicOperation, FusibleOperation
