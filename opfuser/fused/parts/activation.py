@@ -35,14 +35,6 @@ from .._linear import insist
 from .part import Gradients, Part, PartGrads, Value, Wanted
 from .quantized_linear import QuantizedLinearPart
 
-__all__ = [
-    "ACTIVATIONS",
-    "PLAIN_ACTIVATIONS",
-    "Activation",
-    "ActivationPart",
-    "bias_refusal",
-]
-
 ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
 
 Activation = _Activation | _GatedActivation

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...basic.activation import _Activation
+from ...basic.activation import ACTIVATIONS, _Activation
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import Bias
 from ...basic.constant_scale import ConstantScale
@@ -26,10 +26,9 @@ from ...kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from ...op import BasicOperation, FusibleOperation
 from ...quantization.quantizers import Quantizer
 from .._residual_sum import CHAIN
-from .activation import PLAIN_ACTIVATIONS
 from .part import Gradients, Part, PartGrads, Wanted
 
-_ACCEPTED = frozenset((*PLAIN_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
+_ACCEPTED = frozenset((*ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
 _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 
