@@ -359,9 +359,10 @@ def _modules(model: Sequential, parts: Sequence[Sequence[_Unit]]) -> list[StageM
         taken = tuple(name for name in received if name in read)
         modules = _nested(model, {unit.path for unit in units})
         if taken:
-            modules = {"stage_received": Sequential(*map(_entry, taken)), **modules}
+            entries = [_relay(None, name) for name in taken]
+            modules = {"stage_received": Sequential(*entries), **modules}
         if given[n]:
-            modules["stage_sent"] = Sequential(*map(_exit, given[n]))
+            modules["stage_sent"] = Sequential(*[_relay(name, None) for name in given[n]])
         stage = StageModule(
             modules, replay=model.replay, recipe=model.recipe, fusion_config=model.fusion_config
         )
@@ -434,11 +435,3 @@ def _relay(takes: str | None, gives: str | None) -> Sequential:
         _wired(MakeExtraOutput(), None, gives),
         _wired(SwapExtra(), main, unread),
     )
-
-
-def _entry(channel: str) -> Sequential:
-    return _relay(None, channel)
-
-
-def _exit(channel: str) -> Sequential:
-    return _relay(channel, None)
