@@ -32,8 +32,6 @@ class BackwardActivationBias(FusedOperation):
 
     fuse_backward_ops: ClassVar[Fusion]
 
-    _parts: tuple[Bias, _Activation]
-
     def __init__(self, *, bias: Bias, activation: _Activation) -> None:
         super().__init__((bias, activation))
         self._parts = bias, activation

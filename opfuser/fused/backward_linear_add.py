@@ -37,8 +37,6 @@ class BackwardLinearAdd(FusedOperation):
 
     fuse_backward_ops: ClassVar[Fusion]
 
-    _parts: tuple[MakeExtraOutput, AnyLinear]
-
     def __init__(self, *, backward_add: MakeExtraOutput, linear: AnyLinear) -> None:
         insist(backward_refusal(linear), type(self).__name__)
         super().__init__((backward_add, linear))

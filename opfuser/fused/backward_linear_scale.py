@@ -33,8 +33,6 @@ class BackwardLinearScale(FusedOperation):
 
     fuse_backward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, ConstantScale]
-
     def __init__(self, *, scale: ConstantScale, linear: AnyLinear) -> None:
         insist(backward_refusal(linear), type(self).__name__)
         super().__init__((linear, scale))

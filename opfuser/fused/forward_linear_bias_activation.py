@@ -39,8 +39,6 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     fuse_forward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, AnyBias | None]
-
     def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, activation: None = None) -> None:
         where = type(self).__name__
         if activation is not None:

@@ -42,8 +42,6 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     fuse_forward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, AnyBias | None, AddExtraInput]
-
     def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, add: AddExtraInput) -> None:
         insist(forward_refusal(linear), type(self).__name__)
         super().__init__((linear, add) if bias is None else (linear, bias, add))

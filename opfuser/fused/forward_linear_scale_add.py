@@ -42,8 +42,6 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     fuse_forward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, ConstantScale, AddExtraInput]
-
     def __init__(self, *, linear: AnyLinear, scale: ConstantScale, add: AddExtraInput) -> None:
         insist(forward_refusal(linear), type(self).__name__)
         super().__init__((linear, scale, add))
