@@ -248,12 +248,7 @@ def prepare(
     return Prepared(x, call, keep)
 
 
-def call_of(
-    x: Heads,
-    settings: AttentionSettings,
-    scale: float,
-    given: Additions,
-) -> Call:
+def call_of(x: Heads, settings: AttentionSettings, scale: float, given: Additions) -> Call:
     """The call, less what hides nothing: causality from one query, which is the last position."""
     window, causal = settings.window, settings.causal
     queries, keys = x.q.shape[2], x.k.shape[2]

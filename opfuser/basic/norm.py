@@ -114,11 +114,7 @@ class Norm(BasicOperation):
         return y
 
     def forward_of_sum(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        residual: Tensor,
-        quantizer: Quantizer | None = None,
+        self, ctx: OperationContext, x: Tensor, residual: Tensor, quantizer: Quantizer | None = None
     ) -> tuple[Any, Tensor]:
         """Output for the input ``x + residual``, and that input.
 
@@ -133,11 +129,7 @@ class Norm(BasicOperation):
         return y, total
 
     def _normalise(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        residual: Tensor | None,
-        quantizer: Quantizer | None,
+        self, ctx: OperationContext, x: Tensor, residual: Tensor | None, quantizer: Quantizer | None
     ) -> tuple[Any, Tensor | None]:
         if quantizer is not None and quantizer.cols:
             quantizer = None  # one pass over a tensor for both layouts moves less

@@ -242,12 +242,7 @@ def _attended(attention: Any, qkv: Tensor, masks: Any, positions: Tensor | None)
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = attention.rope(q, k, positions)
     y: Tensor = attention.inner_attention(
-        q,
-        k,
-        v,
-        attention_masks=masks,
-        scale=attention.scaling,
-        enable_gqa=attention.enable_gqa,
+        q, k, v, attention_masks=masks, scale=attention.scaling, enable_gqa=attention.enable_gqa
     )
     return y.flatten(2)
 

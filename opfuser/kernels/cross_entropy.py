@@ -22,12 +22,7 @@ from torch import Tensor
 from . import cross_entropy_plain as plain
 from . import cross_entropy_traced as traced
 from .choice import kernel_or_plain
-from .cross_entropy_plain import (
-    LossGradient,
-    MeanLoss,
-    RowLosses,
-    Terms,
-)
+from .cross_entropy_plain import LossGradient, MeanLoss, RowLosses, Terms
 from .launch import DTYPES, Launch, multiprocessors, runs
 from .tiling import cdiv
 

@@ -36,14 +36,7 @@ from .quantize import (
     scale_and_raised,
     scale_kind,
 )
-from .quantize_plain import (
-    BLOCK,
-    BlockScaling,
-    Codes,
-    MeasuredScaling,
-    Scaling,
-    TensorScaling,
-)
+from .quantize_plain import BLOCK, BlockScaling, Codes, MeasuredScaling, Scaling, TensorScaling
 from .tiling import rows_of
 
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.

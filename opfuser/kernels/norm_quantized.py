@@ -18,14 +18,7 @@ from .choice import kernel_or_plain
 from .launch import Launch, has_fp8
 from .norm_launch import FORWARD, RowLaunch, forward_tile, share_of_sum, strided_rows
 from .norm_quantized_plain import QuantizedNorm, cols_quantized_plain, forward_quantized_plain
-from .quantize import (
-    ScaleKind,
-    Tile,
-    empty_block_scales,
-    empty_codes,
-    scale_and_raised,
-    scale_kind,
-)
+from .quantize import ScaleKind, Tile, empty_block_scales, empty_codes, scale_and_raised, scale_kind
 from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling
 from .tiling import cdiv, empty_contiguous
 
@@ -42,12 +35,7 @@ def _square_cols(scaling: Scaling) -> bool:
 
 @functools.lru_cache(None)
 def _forward_launch(
-    cols: int,
-    with_mean: bool,
-    alone: bool,
-    zero_centered: bool,
-    kind: ScaleKind,
-    itemsize: int,
+    cols: int, with_mean: bool, alone: bool, zero_centered: bool, kind: ScaleKind, itemsize: int
 ) -> RowLaunch:
     rows, block_cols, warps = forward_tile(cols, with_mean, alone)
     constants = {
@@ -63,18 +51,9 @@ def _forward_launch(
 
 @functools.lru_cache(None)
 def _cols_launch(
-    tile: Tile,
-    zero_centered: bool,
-    kind: ScaleKind,
-    square_cols: bool,
-    itemsize: int,
-    even: bool,
+    tile: Tile, zero_centered: bool, kind: ScaleKind, square_cols: bool, itemsize: int, even: bool
 ) -> Launch:
-    constants = {
-        "ZERO_CENTERED": zero_centered,
-        **kind.constants(),
-        "SQUARE_COLS": square_cols,
-    }
+    constants = {"ZERO_CENTERED": zero_centered, **kind.constants(), "SQUARE_COLS": square_cols}
     return tile.launch("norm_quantized:columns", constants, itemsize, even)
 
 

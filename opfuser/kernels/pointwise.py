@@ -27,16 +27,7 @@ from .pointwise_launch import (
     reads_of,
     size_of,
 )
-from .pointwise_plain import (
-    BIAS,
-    DROPOUT,
-    FUNCTION,
-    KEEP,
-    ChainGrads,
-    ChainResult,
-    Link,
-    Wants,
-)
+from .pointwise_plain import BIAS, DROPOUT, FUNCTION, KEEP, ChainGrads, ChainResult, Link, Wants
 from .tiling import TiledLaunch, cdiv, empty_contiguous
 
 

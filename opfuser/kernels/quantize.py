@@ -266,11 +266,7 @@ def add_up(sums: Tensor | None, parts: Tensor | None) -> None:
 
 
 def _launch_by_tensor(
-    x: Tensor,
-    scaling: TensorScaling | MeasuredScaling,
-    rows: bool,
-    cols: bool,
-    column_sum: bool,
+    x: Tensor, scaling: TensorScaling | MeasuredScaling, rows: bool, cols: bool, column_sum: bool
 ) -> Codes:
     count, features = x.shape
     scale, amax = scale_and_raised(scaling)

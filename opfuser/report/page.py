@@ -27,10 +27,7 @@ _TEMPLATE = resources.files(__package__).joinpath("page.html").read_text(encodin
 
 
 def page(
-    plans: Mapping[str, Plan],
-    title: str,
-    traffic: ModelTraffic | None = None,
-    missing: str = "",
+    plans: Mapping[str, Plan], title: str, traffic: ModelTraffic | None = None, missing: str = ""
 ) -> str:
     """One self-contained HTML page about the plans of a model.
 

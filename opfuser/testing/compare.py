@@ -160,13 +160,7 @@ class Comparison(NamedTuple):
                 self._check_value(f"gradient of {name}", own, theirs, truth, floor, value)
 
     def _check_value(
-        self,
-        name: str,
-        ours: Tensor,
-        plain: Tensor,
-        exact: Tensor,
-        floor: float,
-        value: str = "",
+        self, name: str, ours: Tensor, plain: Tensor, exact: Tensor, floor: float, value: str = ""
     ) -> None:
         found = deviation(ours, plain, exact, self.tolerance.factor, floor)
         if not found.is_wrong:

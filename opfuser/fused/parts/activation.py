@@ -255,7 +255,5 @@ def _gradients_quantized(
     if db is not None and bias is not None:
         db = cast(db, bias.dtype)
     return _Grads(
-        QuantizedTensor(grads.dx, x.shape, x.dtype),
-        db,
-        QuantizedTensor(grads.h, dy.shape, x.dtype),
+        QuantizedTensor(grads.dx, x.shape, x.dtype), db, QuantizedTensor(grads.h, dy.shape, x.dtype)
     )

@@ -15,14 +15,7 @@ from ...context import Contexts, Extras
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from ...quantization.quantizers import Quantizer
-from .._linear import (
-    AnyBias,
-    AnyLinear,
-    backward_refusal,
-    forward_refusal,
-    insist,
-    linear_sum,
-)
+from .._linear import AnyBias, AnyLinear, backward_refusal, forward_refusal, insist, linear_sum
 from .part import Gradients, Part, PartGrads, Wanted
 
 

@@ -116,10 +116,7 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     "RMSNorm": _NORM,
     "ReduceScatter": (*_GROUP, _DIM),
     "Reshape": _private("shape"),
-    "ScaledClampedQGeGLU": (
-        *(a._replace(there=f"_clamped.{a.name}") for a in _CLAMPS),
-        *_SCALED,
-    ),
+    "ScaledClampedQGeGLU": (*(a._replace(there=f"_clamped.{a.name}") for a in _CLAMPS), *_SCALED),
     "ScaledSReLU": _same("activation_recompute_in_mlp"),
     "ScaledSiTUGLU": (*_CAPS, *_SCALED),
     "ScaledSwiGLU": _SCALED,
