@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -74,6 +75,18 @@ class Stamp:
 
 
 internals.register_constant(Stamp)
+
+
+def _that_counts(name: str) -> Callable[..., Any]:
+    """The method of that name, which registers a hook of a :class:`Tracked` module, as a change."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def registered(self: Tracked, *args: Any, **kwargs: Any) -> Any:
+        handle = getattr(super(Tracked, self), name)(*args, **kwargs)
+        self._touch()  # once it is there: descriptions tell of hooks
+        return handle
+
+    return registered
 
 
 class Tracked(nn.Module):
@@ -155,32 +168,11 @@ class Tracked(nn.Module):
         super().add_module(name, module)
         self._touch()
 
-    # A change counts once it is there: descriptions tell of hooks.
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        handle = super().register_forward_pre_hook(*args, **kwargs)
-        self._touch()
-        return handle
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        handle = super().register_forward_hook(*args, **kwargs)
-        self._touch()
-        return handle
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        handle = super().register_full_backward_pre_hook(*args, **kwargs)
-        self._touch()
-        return handle
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        handle = super().register_full_backward_hook(*args, **kwargs)
-        self._touch()
-        return handle
-
-    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        handle = super().register_backward_hook(*args, **kwargs)
-        self._touch()
-        return handle
+    register_forward_pre_hook = _that_counts("register_forward_pre_hook")
+    register_forward_hook = _that_counts("register_forward_hook")
+    register_full_backward_pre_hook = _that_counts("register_full_backward_pre_hook")
+    register_full_backward_hook = _that_counts("register_full_backward_hook")
+    register_backward_hook = _that_counts("register_backward_hook")
 
 
 # What is made anew for a copy of a module.

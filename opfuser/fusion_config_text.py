@@ -280,7 +280,6 @@ def as_file(
     """The text of a configuration file that states these settings.
 
     Args:
-        rows: settings in run order; those with globs become overrides.
         origins: whether a comment behind each value says what stated it.
         ordered_by: what stated the order of the fusions; empty if they are in that of registration.
     """

@@ -10,17 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .basic._distributed import shard_linear
+from .basic._linear_compound import LinearCompound
 from .basic.all_reduce import AllReduce
 from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
 from .basic.reduce_scatter import ReduceScatter
 from .errors import ArgumentError
 from .fusion import Optional
-from .op import BasicOperation, FusedOperation
+from .op import BasicOperation
 from .quantization.weights import WeightFormat, stored_in
 
 
-class Linear(FusedOperation):
+class Linear(LinearCompound):
     r"""Linear transformation with bias, :math:`y = x W^T + b`: a drop-in for ``torch.nn.Linear``.
 
     A compound: it stands for the basic operations in ``basic_ops`` and owns their parameters
@@ -56,7 +57,6 @@ class Linear(FusedOperation):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    basic_ops: tuple[BasicOperation, ...]
 
     def __init__(
         self,
@@ -124,38 +124,12 @@ class Linear(FusedOperation):
             self.register_parameter("bias", None)
 
     @property
-    def accumulate_into_main_grad(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
-        return self._basic_linear().accumulate_into_main_grad
-
-    @accumulate_into_main_grad.setter
-    def accumulate_into_main_grad(self, value: bool) -> None:
-        self._basic_linear().accumulate_into_main_grad = value
-
-    @property
-    def accumulate_into_grad(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
-        return self._basic_linear().accumulate_into_grad
-
-    @accumulate_into_grad.setter
-    def accumulate_into_grad(self, value: bool) -> None:
-        self._basic_linear().accumulate_into_grad = value
-
-    @property
-    def recipe(self) -> str | None:
-        """``"inherit"``, or None where recipes of quantised compute leave it out."""
-        return self._basic_linear().recipe
-
-    @recipe.setter
-    def recipe(self, value: str | None) -> None:
-        self._basic_linear().recipe = value
-
-    @property
     def weight_transposed(self) -> bool:
         """Whether ``weight`` is (in_features, out_features). See ``BasicLinear``."""
-        return self._basic_linear().weight_transposed
+        return self._linear.weight_transposed
 
-    def _basic_linear(self) -> BasicLinear:
+    @property
+    def _linear(self) -> BasicLinear:
         linear = self.basic_ops[0]
         assert isinstance(linear, BasicLinear)
         return linear
@@ -168,31 +142,26 @@ class Linear(FusedOperation):
     @property
     def weight_format(self) -> WeightFormat | None:
         """How the weight is stored; None: in high precision. See ``BasicLinear``."""
-        return self._basic_linear().weight_format
+        return self._linear.weight_format
 
     def read_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """As of ``BasicLinear``."""
-        return self._basic_linear().read_weight(dtype)
+        return self._linear.read_weight(dtype)
 
     def write_weight(self, values: Tensor) -> None:
         """As of ``BasicLinear``."""
-        self._basic_linear().write_weight(values)
+        self._linear.write_weight(values)
 
     def initialize_weight(self, fill: Callable[[Tensor], Any]) -> None:
         """As of ``BasicLinear``."""
-        self._basic_linear().initialize_weight(fill)
+        self._linear.initialize_weight(fill)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._basic_linear().set_grad_dtype()
+        self._linear.set_grad_dtype()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return self._basic_linear().moved_by(super()._apply, fn, recurse)
-
-    def _set_parts(self, parts: list[BasicOperation]) -> None:
-        self.basic_ops = tuple(parts)
-        for part in parts:
-            part.share_parameters_with(self)
+        return self._linear.moved_by(super()._apply, fn, recurse)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "bias" and param is not None and not self._has_bias_part():
@@ -203,10 +172,10 @@ class Linear(FusedOperation):
                 remedy="Construct it with bias=True",
             )
         if name == "weight":
-            self._basic_linear().refuse_codes_of_others(param)
+            self._linear.refuse_codes_of_others(param)
         super().register_parameter(name, param)
         if name == "weight":
-            self._basic_linear().weight_was_set()
+            self._linear.weight_was_set()
 
     def _has_bias_part(self) -> bool:
         return any(isinstance(part, Bias) for part in self.basic_ops)
@@ -216,12 +185,6 @@ class Linear(FusedOperation):
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()
-
-    def train(self, mode: bool = True) -> Linear:
-        super().train(mode)
-        for part in self.basic_ops:  # not submodules, so nn.Module does not reach them
-            part.train(mode)
-        return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -234,7 +197,7 @@ class Linear(FusedOperation):
                 if old + name in state_dict:
                     value = state_dict.pop(old + name)
                     state_dict.setdefault(prefix + name, value)
-        self._basic_linear().load_weight(state_dict, prefix)
+        self._linear.load_weight(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from . import gemm
 from .basic._distributed import LinearSharding, shard_linear
+from .basic._linear_compound import LinearCompound
 from .basic._projections import Projection, refusal
 from .basic.merged_linear import BasicMergedLinear, MergedBias
 from .context import COMPUTE_DTYPES
 from .errors import ArgumentError, NotSupportedError
 from .fusion import Optional
-from .op import BasicOperation, FusedOperation
 from .torch_internals import memory_of
 
 
-class MergedLinear(FusedOperation):
+class MergedLinear(LinearCompound):
     r"""Linear transformations of one input, concatenated: :math:`y = [x W_i^T + b_i]_i`.
 
     As the projections of attention to queries, keys and values, or gate and up projection of a
@@ -75,8 +75,6 @@ class MergedLinear(FusedOperation):
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "basic_ops"})
-
-    basic_ops: tuple[BasicOperation, ...]
 
     def __init__(
         self,
@@ -189,14 +187,9 @@ class MergedLinear(FusedOperation):
             sharding=sharding,
         )
         biases = MergedBias(projections)
-        FusedOperation.__init__(self, [weights, biases] if biases.owners else [weights])
+        LinearCompound.__init__(self, [weights, biases] if biases.owners else [weights])
         self.in_features = weights.in_features
         self.out_features = weights.out_features
-
-    def _set_parts(self, parts: list[BasicOperation]) -> None:
-        self.basic_ops = tuple(parts)
-        for part in parts:
-            part.share_parameters_with(self)
 
     @classmethod
     def pattern_parts(cls) -> tuple[Any, ...]:
@@ -204,41 +197,14 @@ class MergedLinear(FusedOperation):
         return (BasicMergedLinear, Optional(MergedBias))
 
     @property
-    def accumulate_into_main_grad(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
-        return self._weights.accumulate_into_main_grad
-
-    @accumulate_into_main_grad.setter
-    def accumulate_into_main_grad(self, value: bool) -> None:
-        self._weights.accumulate_into_main_grad = value
-
-    @property
-    def accumulate_into_grad(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
-        return self._weights.accumulate_into_grad
-
-    @accumulate_into_grad.setter
-    def accumulate_into_grad(self, value: bool) -> None:
-        self._weights.accumulate_into_grad = value
-
-    @property
-    def recipe(self) -> str | None:
-        """``"inherit"``, or None where recipes of quantised compute leave it out."""
-        return self._weights.recipe
-
-    @recipe.setter
-    def recipe(self, value: str | None) -> None:
-        self._weights.recipe = value
-
-    @property
-    def _weights(self) -> BasicMergedLinear:
+    def _linear(self) -> BasicMergedLinear:
         weights = self.basic_ops[0]
         assert isinstance(weights, BasicMergedLinear)
         return weights
 
     def projections(self) -> dict[str, nn.Module]:
         """The modules by name, with what has taken the place of some."""
-        return {name: self.get_submodule(name) for name in self._weights.names}
+        return {name: self.get_submodule(name) for name in self._linear.names}
 
     @torch.no_grad()
     def merge_storages(self) -> None:
@@ -287,7 +253,7 @@ class MergedLinear(FusedOperation):
 
     def own_forward(self) -> str:
         """Why the modules are called one by one, as a predicate; empty if they are not."""
-        weights, biases = self._weights, self.basic_ops[-1]
+        weights, biases = self._linear, self.basic_ops[-1]
         owners = biases.owners if isinstance(biases, MergedBias) else ()
         for name in weights.names:
             module = self._modules[name]
@@ -309,7 +275,7 @@ class MergedLinear(FusedOperation):
         why = self.own_forward()
         if not why:
             return super().forward(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-        if self._weights.sharding.mode is not None:
+        if self._linear.sharding.mode is not None:
             raise NotSupportedError.explained(
                 "Modules that are called know nothing of other ranks",
                 where=f"{type(self).__name__}({self.extra_repr()})",
@@ -325,19 +291,13 @@ class MergedLinear(FusedOperation):
             )
         return torch.cat([module(input) for module in self.projections().values()], -1)
 
-    def train(self, mode: bool = True) -> MergedLinear:
-        super().train(mode)
-        for part in self.basic_ops:  # not submodules, so nn.Module does not reach them
-            part.training = mode
-        return self
-
     def reset_parameters(self) -> None:
         """Initialises weights and biases again, e.g. after ``to_empty``."""
         for module in self.projections().values():
             module.reset_parameters()  # type: ignore[operator]
 
     def extra_repr(self) -> str:
-        return self._weights.extra_repr()
+        return self._linear.extra_repr()
 
 
 # What the modules have besides.

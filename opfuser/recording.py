@@ -175,8 +175,6 @@ def leave(holder: Any, name: str, value: Hashable) -> None:
     """Sets an attribute, now and whenever the pass that is watched is repeated.
 
     Args:
-        holder: of the attribute.
-        name: of it.
         value: nothing that differs between the passes.
     """
     setattr(holder, name, value)

@@ -46,13 +46,7 @@ def tie(places: list[Place]) -> None:
 
 
 def load_as_one(places: list[Place], state_dict: MutableMapping[str, Any], prefix: str) -> None:
-    """Makes what a state dict assigns to places of one parameter one parameter, if it is equal.
-
-    Args:
-        places: of the parameter.
-        state_dict: whose tensors become parameters.
-        prefix: of the model's names.
-    """
+    """Makes what a state dict assigns to places of one parameter one parameter, if it is equal."""
     names = [prefix + place.path for place in places if prefix + place.path in state_dict]
     values = [state_dict[name] for name in names]
     if len(values) < 2 or not all(_are_equal(values[0], other) for other in values[1:]):

@@ -53,8 +53,6 @@ def _find(name: str, instead: Any, *, built: bool = True) -> Any:
     """What has a name, written as ``"module:attribute"``, or what stands in for it.
 
     Args:
-        name: of it.
-        instead: what stands in.
         built: whether this build of torch should have it.
     """
     module, _, attribute = name.partition(":")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.philox import philox
+from ..kernels.philox import draw_seed, philox
 from ..kernels.pointwise_plain import rescale, threshold
 from ..kernels.scalar import wide_dtype
 from ..kernels.tracing import hint, pieces
@@ -34,11 +34,6 @@ class _Block(NamedTuple):
     of_sinks: Tensor | None
     tanh: Tensor | None
     kept: Tensor | None
-
-
-def draw_seed(x: Tensor) -> Tensor:
-    """A seed from the generator of the device of x, without the host waiting for it."""
-    return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def _reach(x: Heads, call: Call) -> int | None:

@@ -233,3 +233,10 @@ def additive(mask: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Te
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
+
+
+def hiding(mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """The mask, bool or additive, with which no query sees keys that are ``hidden`` (S, T)."""
+    if mask is None:
+        return ~hidden[None, None]
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)

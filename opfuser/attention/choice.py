@@ -241,7 +241,6 @@ def happened(operation: str, request: Request, kernel: str, forced: str | None) 
 
     Args:
         operation: with its arguments.
-        request, kernel: of the call.
         forced: the name of the kernel that was asked for, or None.
     """
     if forced is not None:
@@ -263,7 +262,6 @@ def foreseen(request: Request, forced: str | None) -> str:
 
     Args:
         request: with sizes that every kernel takes.
-        forced: the name of a kernel, or None.
     """
     if forced is not None:
         reason = KERNELS[forced].refusal(request)

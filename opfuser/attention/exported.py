@@ -17,7 +17,7 @@ from .. import torch_internals as internals
 from ..kernels.scalar import cast, wide_dtype
 from ..recording import refuse_watching
 from .blockwise import BLOCKWISE, hidden_keys
-from .call import Call, Heads, Kernel, Request, Result, mask_of
+from .call import Call, Heads, Kernel, Request, Result, hiding, mask_of
 from .choice import expanded, like
 from .reference import plain_attention
 
@@ -36,11 +36,9 @@ def _mask(x: Heads, call: Call) -> Tensor | None:
     """All that hides keys or is added to scores."""
     hidden = hidden_keys(x, call, slice(0, x.q.shape[2]), slice(0, x.k.shape[2]))
     mask = mask_of(call)
-    if hidden is None:
-        return mask if mask is None or mask.dtype == torch.bool else cast(mask, x.q.dtype)
-    if mask is None or mask.dtype == torch.bool:
-        return ~hidden[None, None] if mask is None else mask & ~hidden
-    return cast(mask, x.q.dtype).masked_fill(hidden, -torch.inf)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = cast(mask, x.q.dtype)
+    return mask if hidden is None else hiding(mask, hidden)
 
 
 def _kind(x: Heads, call: Call, causal: bool, mask: Tensor | None) -> Request:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.philox import draw_seed
 from ..kernels.pointwise_plain import rescale
-from .blockwise import draw_seed, hidden_keys, survivors
+from .blockwise import hidden_keys, survivors
 from .call import Call, Heads
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .blockwise import hidden_keys
-from .call import Call, Grads, Heads, Kernel, Request, Result, additive, mask_of
+from .call import Call, Grads, Heads, Kernel, Request, Result, additive, hiding, mask_of
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -131,12 +131,7 @@ def _only_masked(x: Heads, call: Call) -> Call:
     hidden = hidden_keys(x, call, slice(0, x.q.shape[2]), slice(0, x.k.shape[2]))
     if hidden is None:
         return call
-    mask = call.mask
-    if mask is None:
-        mask = ~hidden[None, None]
-    else:
-        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -torch.inf)
-    return call._replace(causal=False, window=None, mask=mask)
+    return call._replace(causal=False, window=None, mask=hiding(call.mask, hidden))
 
 
 def _efficient_forward(x: Heads, call: Call) -> Result:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention.alibi import alibi_slopes
 from ..attention.blockwise import hidden_keys
 from ..attention.cache import extended
-from ..attention.call import Call, Heads, Request, enabled_kernels
+from ..attention.call import Call, Heads, Request, enabled_kernels, hiding
 from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError
 from ..kernels.scalar import wide_dtype
@@ -244,23 +244,11 @@ def prepare(
         rows, keys = slice(0, x.q.shape[2]), slice(0, x.k.shape[2])
         hidden = hidden_keys(x, hides, rows, keys)
         assert hidden is not None
-        mask = _merged(~hidden[None, None], mask)
-        call = call._replace(start=start, causal=False, window=None, mask=mask)
+        call = call._replace(start=start, causal=False, window=None, mask=hiding(mask, hidden))
     return Prepared(x, call, keep)
 
 
-def _merged(seen: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return seen
-    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
-
-
-def call_of(
-    x: Heads,
-    settings: AttentionSettings,
-    scale: float,
-    given: Additions,
-) -> Call:
+def call_of(x: Heads, settings: AttentionSettings, scale: float, given: Additions) -> Call:
     """The call, less what hides nothing: causality from one query, which is the last position."""
     window, causal = settings.window, settings.causal
     queries, keys = x.q.shape[2], x.k.shape[2]

@@ -56,8 +56,6 @@ def is_first_write(param: Tensor, buffer: Tensor, number: int | None) -> bool:
     """Whether backward pass ``number`` has written nothing to ``buffer`` yet; notes that it does.
 
     Args:
-        param: whose gradient it is.
-        buffer: where it goes.
         number: None is a pass of its own.
     """
     if number is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, InputError
 from ..kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
-from ..kernels.gated import Glu
+from ..kernels.gated_plain import Glu
 from ..kernels.scalar import ScalarFunction
 
 Functions = tuple[ScalarFunction, ScalarFunction | None]

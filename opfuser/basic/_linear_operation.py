@@ -60,8 +60,6 @@ class LinearOperation(BasicOperation):
         Every forward that computes this operation begins with it, those of fusions too.
 
         Args:
-            ctx: this operation's context.
-            input_: its input.
             save: whether to save what :meth:`op_backward` reads.
             gather: whether to gather the input where the GEMM takes that of all ranks.
             codes: whether a weight that is stored in FP8 comes as it is stored, not dequantised.
@@ -77,21 +75,13 @@ class LinearOperation(BasicOperation):
     def weight_grads(
         self, dy: Tensor, x: Tensor, ctx: OperationContext, scale: float | None = None
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the parameters for autograd; None for those that are not needed.
-
-        Args:
-            dy: gradient of the output, (..., out).
-            x: input, (..., in).
-            ctx: this operation's context in backward.
-            scale: a factor of the gradients.
-        """
+        """The gradients of the parameters for autograd; None for those that are not needed."""
         raise NotImplementedError
 
     def saved_weight(self, ctx: OperationContext, *, again: bool = False) -> gemm.Weight:
         """In backward, the weight as :meth:`operands` returned it.
 
         Args:
-            ctx: this operation's context.
             again: whether the output is computed again, and not the gradient of the input.
         """
         return gemm.weight_of(self.read_weights(ctx, ctx.saved_tensors[1:], again))

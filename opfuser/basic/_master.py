@@ -231,11 +231,7 @@ def _written(pair: Pair, late: bool = False) -> MasterWeightError:
 
 
 class _Sample:
-    """Some elements of parameters, of one device and one number of bits.
-
-    Args:
-        parts: the memory of parameters.
-    """
+    """Some elements of parameters, of one device and one number of bits."""
 
     def __init__(self, parts: list[tuple[Pair, Tensor]]) -> None:
         self._views = [_some_of(t) for _, t in parts]

@@ -50,11 +50,9 @@ def recipe_refusal(
     """Why the GEMMs of an operation do not follow the recipe of a call, or None.
 
     Args:
-        own: the operation's ``recipe``.
         features: of the matrices (N, K) that this rank multiplies by.
         dtype: in which it computes without autocast; None where its weight was cleared, of which
             forward tells.
-        env: of the call.
         stored: whether its weight is stored quantised, so that ``min_features`` does not count.
         groups: whether it multiplies groups of rows.
     """
@@ -79,9 +77,7 @@ def choices_of(
     """The libraries that compute the products of an operation in a call with a recipe.
 
     Args:
-        env: of the call.
         features: of the matrices (N, K) that this rank multiplies by.
-        own: dtype of the values of the weight.
         into_main_grad: whether its gradient goes there, in fp32.
     """
     assert env.recipe is not None
@@ -95,10 +91,7 @@ def quantizer_of(
     """How a linear operation quantises a tensor of a pass in the region of the caller, or None.
 
     Args:
-        op: the operation.
         w: its weight, or the first one; None where it was cleared.
-        mode: ``"forward"`` or ``"backward"``.
-        index: of the tensor.
         stored: the recipe by which its weight is stored.
     """
     recipe = active_recipe()

@@ -24,7 +24,6 @@ def buffers_of_call(
     """The buffers among the keywords of a forward: for the output, for the input's gradient.
 
     Args:
-        where: names the operation in errors.
         output, output_buffer: two names of one.
         grad_input, grad_input_buffer: likewise.
 
@@ -71,9 +70,7 @@ def check_buffers(
     Args:
         buffers: what the caller passed; None for none.
         like: names of the buffers, with shape and dtype of what is to be written.
-        device: of what is to be written.
         others: tensors that have to keep their values.
-        where: names the operation in the error.
 
     Raises:
         InputError: one of them cannot take its result.

@@ -164,8 +164,6 @@ class StoresWeight(LinearOperation):
 
         Args:
             apply: ``_apply`` of the module that owns the weight.
-            fn: as ``nn.Module._apply`` takes it.
-            recurse: likewise.
         """
         stored, weight = self.weight_format, self._parameters.get("weight")
         if stored is None or weight is None:
@@ -216,9 +214,7 @@ class StoresWeight(LinearOperation):
         """A weight of :attr:`weight_format` as a GEMM takes it.
 
         Args:
-            ctx: of the operation.
             w: the weight; in high precision where a caller has put another tensor in its place.
-            dtype: that the GEMM computes in.
             codes: whether codes are taken as they are.
         """
         scale = self.scale_of(w)

@@ -147,8 +147,6 @@ def main_grad_buffer(
     pass alone: those of other uses of ``param`` add to it. To be called right before writing.
 
     Args:
-        param: the weight.
-        where: names the operation in errors.
         number: the backward pass that the gradient belongs to; None is the one under way.
 
     Raises:
@@ -249,7 +247,6 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
     """What autograd gets with ``accumulate_into_grad``: None once ``weight.grad`` has it.
 
     Args:
-        gradient: of the weight.
         weight: that forward used, or None if it is not known.
     """
     if weight is None:
@@ -279,13 +276,9 @@ def handed_over(
     bytes.
 
     Args:
-        gradient: of the weight.
         weight: that forward used. None: no context, a forward fusion of the user's filled it in, or
             it was traced.
         current: returns the weight of now.
-        where: names the operation in errors.
-        main_grad: ``accumulate_into_main_grad``.
-        grad: ``accumulate_into_grad``.
     """
     if main_grad:
         into = current() if weight is None else weight
@@ -305,9 +298,6 @@ def into_main_grad(
     """What autograd gets with ``accumulate_into_main_grad``.
 
     Args:
-        gradient: of the weight.
-        weight: whose ``main_grad`` is meant.
-        where: names the operation in errors.
         of_forward: whether forward used this weight for certain.
 
     Returns:

@@ -40,10 +40,6 @@ class WholeGradient:
     ``main_grad`` is a part of it if ``grad_added_to_main_grad`` is set, which the step undoes: what
     a later step finds there was not added by the backward passes before that one. Steps that
     follow each other without any take the same gradient, as long as ``grad`` is left alone.
-
-    Args:
-        param: the parameter.
-        name: of it, for errors.
     """
 
     def __init__(self, param: nn.Parameter, name: str) -> None:

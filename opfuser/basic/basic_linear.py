@@ -330,11 +330,7 @@ class BasicLinear(StoresWeight):
         return dx, (dw,)
 
     def weight_grad(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        ctx: OperationContext | None = None,
-        scale: float | None = None,
+        self, dy: Tensor, x: Tensor, ctx: OperationContext | None = None, scale: float | None = None
     ) -> Tensor | None:
         """The weight's gradient for autograd.
 
@@ -372,11 +368,7 @@ class BasicLinear(StoresWeight):
         )
 
     def weight_grads(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        ctx: OperationContext,
-        scale: float | None = None,
+        self, dy: Tensor, x: Tensor, ctx: OperationContext, scale: float | None = None
     ) -> tuple[Tensor | None, ...]:
         """:meth:`weight_grad` for each parameter, if it needs one."""
         return (self.weight_grad(dy, x, ctx, scale) if ctx.needs.parameters[0] else None,)

@@ -14,15 +14,12 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels.cross_entropy import (
-    RowLosses,
-    Terms,
-    aten_gradient,
-    aten_loss,
     by_aten,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_mean,
 )
+from ..kernels.cross_entropy_plain import RowLosses, Terms, aten_gradient, aten_loss
 from ..kernels.vocabulary_slices import Classes, merged_losses, slice_gradient, slice_statistics
 from ..op import BasicOperation, Dtypes
 from ._distributed import VocabularySlice, gather, refuse_reference, slice_vocabulary
@@ -218,7 +215,7 @@ class CrossEntropy(BasicOperation):
             dx = cross_entropy_backward(logits, flat, row_max, sum_exp, dloss, count, terms)
         else:
             rows, classes = RowLosses(dloss, row_max, sum_exp), classes_of(own)
-            dx = slice_gradient(logits, flat, rows, dloss, count, terms, classes, in_place=False)
+            dx = slice_gradient(logits, flat, rows, dloss, count, terms, classes, False)
         return dx.view_as(input_), [()], [(None,)]
 
     def check_inputs(self, shape: torch.Size, dtype: torch.dtype, targets: Tensor) -> None:

@@ -315,12 +315,7 @@ class DotProductAttention(BasicOperation):
         return result.output.transpose(1, 2).flatten(2)
 
     def _parallel_forward(
-        self,
-        ctx: OperationContext,
-        saved: inputs.Inputs,
-        x: Heads,
-        call: Call,
-        request: Request,
+        self, ctx: OperationContext, saved: inputs.Inputs, x: Heads, call: Call, request: Request
     ) -> Tensor:
         """The output within torch's ``context_parallel``."""
         context_parallel.refuse(request, call.sinks, self.kernel)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError
 from ..kernels.dropout_masks import masked
-from ..kernels.pointwise import draw_seed, draws_seeds, dropout
+from ..kernels.philox import draw_seed
+from ..kernels.pointwise import draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import functions
-from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_spec
+from ..kernels.gated import gated_backward, gated_forward
+from ..kernels.gated_plain import ProductSpec, product_spec
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from . import _gated_math as gated
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import norm_backward, norm_forward
-from ..kernels.norm_quantized import (
-    QuantizedNorm,
-    norm_cols_quantized,
-    norm_forward_quantized,
-)
+from ..kernels.norm_quantized import norm_cols_quantized, norm_forward_quantized
+from ..kernels.norm_quantized_plain import QuantizedNorm
 from ..kernels.quantize import Codes, MeasuredScaling, Scaling
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
@@ -117,11 +114,7 @@ class Norm(BasicOperation):
         return y
 
     def forward_of_sum(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        residual: Tensor,
-        quantizer: Quantizer | None = None,
+        self, ctx: OperationContext, x: Tensor, residual: Tensor, quantizer: Quantizer | None = None
     ) -> tuple[Any, Tensor]:
         """Output for the input ``x + residual``, and that input.
 
@@ -136,11 +129,7 @@ class Norm(BasicOperation):
         return y, total
 
     def _normalise(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        residual: Tensor | None,
-        quantizer: Quantizer | None,
+        self, ctx: OperationContext, x: Tensor, residual: Tensor | None, quantizer: Quantizer | None
     ) -> tuple[Any, Tensor | None]:
         if quantizer is not None and quantizer.cols:
             quantizer = None  # one pass over a tensor for both layouts moves less

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, MissingImplementationError
-from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
+from ..kernels.pointwise import Chain, has_kernels
+from ..kernels.pointwise_plain import FUNCTION, Link
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ..torch_internals import constant_result

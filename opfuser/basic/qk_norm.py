@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError
-from ..kernels.rotary import Rotation, qk_norm, qk_norm_backward
+from ..kernels.rotary import qk_norm, qk_norm_backward
+from ..kernels.rotary_plain import Rotation
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from ._dtypes import check_parameter_dtype

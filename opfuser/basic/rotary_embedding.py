@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..attention.context_parallel import refuse_counted_positions
 from ..errors import ArgumentError, ArgumentTypeError, InputError
-from ..kernels.rotary import Rotation, rotary
+from ..kernels.rotary import rotary
+from ..kernels.rotary_plain import Rotation
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ..rope import Frequencies, RopeScaling

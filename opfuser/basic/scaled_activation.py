@@ -13,15 +13,8 @@ from ..context import BackwardResult, Contexts, Extras, ForwardArguments, Forwar
 from ..errors import ArgumentError, InputError
 from ..kernels import functions
 from ..kernels.capped_functions import SoftCappedSquaredRelu
-from ..kernels.gated import (
-    GatedGrads,
-    Glu,
-    ProductSpec,
-    gated_backward,
-    gated_backward_,
-    gated_forward,
-    product_spec,
-)
+from ..kernels.gated import gated_backward, gated_backward_, gated_forward
+from ..kernels.gated_plain import GatedGrads, Glu, ProductSpec, product_spec
 from ..kernels.scalar import ScalarFunction, cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
@@ -103,8 +96,6 @@ class _ScaledActivation(BasicOperation):
         """The gradients as far as they are needed, and the output if it is wanted.
 
         Args:
-            ctx: the operation's context in backward.
-            dy: gradient of the output.
             want_output: whether to recompute the output along with the gradients.
             over_input: whether dx may overwrite the input that was saved.
         """
@@ -181,9 +172,7 @@ class ScaledSiTUGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
 
@@ -217,9 +206,7 @@ class ScaledClampedQGeGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
@@ -256,9 +243,7 @@ class ScaledSReLU(_ScaledActivation):
     Dtypes and errors as in :class:`ScaledSwiGLU`.
 
     Args:
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
     """
 
     def make_function(self) -> ScalarFunction:
@@ -273,9 +258,7 @@ class ScaledTanhSReLU(_ScaledActivation):
 
     Args:
         tanh_clamp_scale: the cap c, finite and positive.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
 
     Raises:
         ArgumentError: if ``tanh_clamp_scale`` is not finite and positive.

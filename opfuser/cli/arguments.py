@@ -27,15 +27,7 @@ Subparsers = Any  # argparse keeps the class of its subparsers private
 def add_command(
     subparsers: Subparsers, name: str, summary: str, description: str, example: str
 ) -> argparse.ArgumentParser:
-    """The parser of a command, whose help shows an example.
-
-    Args:
-        subparsers: of the command line.
-        name: of the command.
-        summary: one line for the list of commands.
-        description: what it does and when it returns which exit status.
-        example: command lines.
-    """
+    """The parser of a command, whose help shows an example."""
     made: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=summary,
@@ -50,7 +42,6 @@ def add_model(parser: argparse.ArgumentParser, *, with_data: bool = False) -> No
     """Adds the arguments that name a model and the inputs of its call.
 
     Args:
-        parser: of a command.
         with_data: whether the default device is not meta, but CUDA, or the CPU without it.
     """
     parser.add_argument("model", metavar=MODEL, help=MODEL_HELP)
@@ -77,15 +68,11 @@ def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> N
         else "meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype",
-        default=None,
-        metavar="DTYPE",
-        help="convert parameters and inputs, such as bf16",
+        "--dtype", metavar="DTYPE", help="convert parameters and inputs, such as bf16"
     )
     parser.add_argument(
         "--config",
         type=Path,
-        default=None,
         metavar="FILE",
         help="with hf:NAME, a config.json, or a JSON file with some settings of one",
     )
@@ -131,7 +118,6 @@ def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
     """Adds where a command writes to, and as what.
 
     Args:
-        parser: of a command.
         formats: the first is the default; none leaves ``--format`` out.
     """
     if formats:
@@ -141,9 +127,7 @@ def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
             default=formats[0],
             help="how it is shown (default: %(default)s)",
         )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=None, metavar="FILE", help="write to a file"
-    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to a file")
 
 
 def write(text: str, file: Path | None) -> None:

@@ -63,13 +63,7 @@ def add(subparsers: Subparsers) -> None:
         "  opfuser config check fusions.yaml my_package.model:build --input 8x64:fp32",
     )
     check.add_argument("file", metavar="FILE", help="a configuration, in YAML")
-    check.add_argument(
-        "model",
-        metavar=MODEL,
-        nargs="?",
-        default=None,
-        help=MODEL_HELP,
-    )
+    check.add_argument("model", metavar=MODEL, nargs="?", help=MODEL_HELP)
     add_inputs(check)
     check.set_defaults(run=run_check)
 

@@ -54,7 +54,6 @@ Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
     )
     parser.add_argument(
         "--fusion",
-        default=None,
         metavar="NAME",
         help='the fusion that is switched off on one side and on on the other; "*" for all',
     )

@@ -73,12 +73,6 @@ def linear_sum(
     Else factor and sum are passes of their own, and the sum has the dtype of torch's promotion.
 
     Args:
-        add: the sum.
-        z: its extra input.
-        x: input of the linear operation, (..., in).
-        w: (out, in).
-        bias: (out,), or None.
-        scale: s.
         in_place: whether z may be written to.
 
     Raises:

@@ -10,12 +10,8 @@ from torch import Tensor
 from .. import gemm
 from ..basic._distributed import VocabularySlice
 from ..basic.cross_entropy import classes_of, losses_of_slices
-from ..kernels.cross_entropy import (
-    LossGradient,
-    Terms,
-    cross_entropy_forward,
-    cross_entropy_gradient,
-)
+from ..kernels.cross_entropy import cross_entropy_forward, cross_entropy_gradient
+from ..kernels.cross_entropy_plain import LossGradient, Terms
 from ..kernels.tracing import hint, pieces
 from ..kernels.vocabulary_slices import slice_gradient
 from ..tracing import functional
@@ -119,7 +115,7 @@ class Head(NamedTuple):
             targets, terms, classes = self.targets[chunk], self.terms, classes_of(self.own)
             rows = losses_of_slices(logits, targets, terms, self.own)
             one, count = rows.loss.new_ones(()), self.divisor
-            dx = slice_gradient(logits, targets, rows, one, count, terms, classes, in_place=True)
+            dx = slice_gradient(logits, targets, rows, one, count, terms, classes, True)
             return LossGradient(rows.loss, dx)
         gradient: LossGradient = cross_entropy_gradient(
             logits, self.targets[chunk], self.divisor, self.terms

@@ -69,7 +69,6 @@ class Taker:
 
         Args:
             ops: the operations that it would take, None for those that are absent.
-            env: the environment.
             behind: what follows them.
             changing: the classes of those that change anything.
         """

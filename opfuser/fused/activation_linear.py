@@ -72,40 +72,20 @@ def _refuses(
     return bias_refusal(bias, activation) or refuse([linear], env)
 
 
-def _build(
-    bias: Bias | None,
-    activation: Activation,
-    linear: AnyLinear,
-    linear_bias: AnyBias | None,
-    add: AddExtraInput | None = None,
-    *,
-    env: Env | None = None,
-) -> ActivationLinear:
-    return ActivationLinear(
-        activation=activation, linear=linear, bias=bias, linear_bias=linear_bias, add=add, env=env
-    )
-
-
 FUSION = Fusion(
     name="activation_linear",
     stage="joint",
     pattern=(Optional(Bias), ACTIVATIONS, LINEARS, Optional(*BIASES)),
     refuses=_refuses,
-    build=_build,
+    build=lambda bias, activation, linear, linear_bias, add=None, *, env=None: ActivationLinear(
+        activation=activation, linear=linear, bias=bias, linear_bias=linear_bias, add=add, env=env
+    ),
 )
 
 
-def _refuses_sum(
-    bias: Bias | None,
-    activation: Activation,
-    linear: AnyLinear,
-    linear_bias: AnyBias | None,
-    add: AddExtraInput,
-    *,
-    env: Env,
-    behind: Sequence[FusibleOperation],
-) -> Refusal | None:
-    no = _refuses(bias, activation, linear, env=env)
+def _refuses_sum(*ops: Any, env: Env, behind: Sequence[FusibleOperation]) -> Refusal | None:
+    _, _, linear, _, add = ops
+    no = _refuses(*ops, env=env)
     if no is None and env.recipe is not None and linear.quantized_refusal(env) is None:
         # Left to the norm behind it, the sum takes two passes over memory less.
         return Refusal("CONFLICT", "no GEMM of fp8 codes adds its result to a tensor")
@@ -117,5 +97,5 @@ FUSION_WITH_SUM = Fusion(
     stage="joint",
     pattern=(*FUSION.pattern, AddExtraInput),
     refuses=_refuses_sum,
-    build=_build,
+    build=FUSION.build,
 )

@@ -6,13 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..basic.activation import _Activation
+from ..basic.activation import ACTIVATIONS, _Activation
 from ..basic.bias import Bias
 from ..context import BackwardResult, Contexts, Extras
 from ..fusion import Fusion
 from ..kernels.activation import activation_backward
 from ..op import FusedOperation
-from .parts.activation import PLAIN_ACTIVATIONS
 
 
 class BackwardActivationBias(FusedOperation):
@@ -32,8 +31,6 @@ class BackwardActivationBias(FusedOperation):
     """
 
     fuse_backward_ops: ClassVar[Fusion]
-
-    _parts: tuple[Bias, _Activation]
 
     def __init__(self, *, bias: Bias, activation: _Activation) -> None:
         super().__init__((bias, activation))
@@ -56,7 +53,7 @@ class BackwardActivationBias(FusedOperation):
 FUSION = Fusion(
     name="backward_activation_bias",
     stage="backward",
-    pattern=(Bias, PLAIN_ACTIVATIONS),
+    pattern=(Bias, ACTIVATIONS),
     build=lambda bias, activation: BackwardActivationBias(bias=bias, activation=activation),
 )
 # A static method of te.ops, which code of users calls.

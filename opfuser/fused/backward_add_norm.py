@@ -33,8 +33,6 @@ class BackwardAddNorm(FusedOperation):
         norm: the norm.
     """
 
-    _parts: tuple[MakeExtraOutput, Norm]
-
     def __init__(self, add: MakeExtraOutput, norm: Norm) -> None:
         super().__init__((add, norm))
         self._parts = add, norm

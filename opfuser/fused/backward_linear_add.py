@@ -10,7 +10,7 @@ from .. import gemm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..buffer_reuse import only_reference
 from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Env, Fusion, Refusal
+from ..fusion import Fusion
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 
@@ -37,8 +37,6 @@ class BackwardLinearAdd(FusedOperation):
 
     fuse_backward_ops: ClassVar[Fusion]
 
-    _parts: tuple[MakeExtraOutput, AnyLinear]
-
     def __init__(self, *, backward_add: MakeExtraOutput, linear: AnyLinear) -> None:
         insist(backward_refusal(linear), type(self).__name__)
         super().__init__((backward_add, linear))
@@ -58,15 +56,11 @@ class BackwardLinearAdd(FusedOperation):
         return dx, [(), linear.weight_grads(grad_output, x, ctx)], [(), ()]
 
 
-def _refuses(backward_add: MakeExtraOutput, linear: AnyLinear, *, env: Env) -> Refusal | None:
-    return backward_refusal(linear)
-
-
 FUSION = Fusion(
     name="backward_linear_add",
     stage="backward",
     pattern=(MakeExtraOutput, LINEARS),
-    refuses=_refuses,
+    refuses=lambda _, linear, env: backward_refusal(linear),
     build=lambda backward_add, linear: BackwardLinearAdd(backward_add=backward_add, linear=linear),
 )
 # A static method of te.ops, which code of users calls.

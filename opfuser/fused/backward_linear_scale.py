@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import gemm
 from ..basic.constant_scale import ConstantScale
 from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Env, Fusion, Refusal
+from ..fusion import Fusion
 from ..kernels.scalar import cast
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist
@@ -33,8 +33,6 @@ class BackwardLinearScale(FusedOperation):
 
     fuse_backward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, ConstantScale]
-
     def __init__(self, *, scale: ConstantScale, linear: AnyLinear) -> None:
         insist(backward_refusal(linear), type(self).__name__)
         super().__init__((linear, scale))
@@ -53,15 +51,11 @@ class BackwardLinearScale(FusedOperation):
         return dx, [linear.weight_grads(dy, x, ctx, s), ()], [(), ()]
 
 
-def _refuses(linear: AnyLinear, scale: ConstantScale, *, env: Env) -> Refusal | None:
-    return backward_refusal(linear)
-
-
 FUSION = Fusion(
     name="backward_linear_scale",
     stage="backward",
     pattern=(LINEARS, ConstantScale),
-    refuses=_refuses,
+    refuses=lambda linear, _, env: backward_refusal(linear),
     build=lambda linear, scale: BackwardLinearScale(linear=linear, scale=scale),
 )
 # A static method of te.ops, which code of users calls.

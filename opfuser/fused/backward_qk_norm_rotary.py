@@ -27,8 +27,6 @@ class BackwardQKNormRotary(FusedOperation):
         NotSupportedError: their heads differ in number or size.
     """
 
-    _parts: tuple[QKNorm, RotaryEmbedding]
-
     def __init__(self, *, qk_norm: QKNorm, rotary: RotaryEmbedding) -> None:
         insist(_refuses(qk_norm, rotary), type(self).__name__)
         super().__init__((qk_norm, rotary))

@@ -38,8 +38,6 @@ class ForwardAddNorm(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    _part: NormPart
-
     def __init__(self, add: AddExtraInput, make_extra: MakeExtraOutput | None, norm: Norm) -> None:
         part = NormPart(add, make_extra, norm)
         super().__init__(part.ops)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from .. import gemm
 from ..context import Contexts, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError
-from ..fusion import Env, Fusion, Refusal
+from ..fusion import Fusion
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist
 
@@ -39,8 +39,6 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     fuse_forward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, AnyBias | None]
-
     def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, activation: None = None) -> None:
         where = type(self).__name__
         if activation is not None:
@@ -63,15 +61,11 @@ class ForwardLinearBiasActivation(FusedOperation):
         return gemm.forward(x, w, b), [()] * len(basic_op_ctxs)
 
 
-def _refuses(linear: AnyLinear, bias: AnyBias, *, env: Env) -> Refusal | None:
-    return forward_refusal(linear)
-
-
 FUSION = Fusion(
     name="forward_linear_bias_activation",
     stage="forward",
     pattern=(LINEARS, BIASES),
-    refuses=_refuses,
+    refuses=lambda linear, _, env: forward_refusal(linear),
     build=lambda linear, bias: ForwardLinearBiasActivation(linear=linear, bias=bias),
 )
 # A static method of te.ops, which code of users calls.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,8 +10,8 @@ from typing_extensions import Unpack
 from ..basic.add_extra_input import AddExtraInput
 from ..buffer_reuse import only_reference
 from ..context import Contexts, ForwardArguments, ForwardResult
-from ..fusion import Env, Fusion, Optional, Refusal
-from ..op import FusedOperation, FusibleOperation
+from ..fusion import Fusion, Optional
+from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import GEMM
 
@@ -43,8 +42,6 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     fuse_forward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, AnyBias | None, AddExtraInput]
-
     def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, add: AddExtraInput) -> None:
         insist(forward_refusal(linear), type(self).__name__)
         super().__init__((linear, add) if bias is None else (linear, bias, add))
@@ -63,22 +60,13 @@ class ForwardLinearBiasAdd(FusedOperation):
         return y, [()] * len(basic_op_ctxs)
 
 
-def _refuses(
-    linear: AnyLinear,
-    bias: AnyBias | None,
-    add: AddExtraInput,
-    *,
-    env: Env,
-    behind: Sequence[FusibleOperation],
-) -> Refusal | None:
-    return forward_refusal(linear) or GEMM.refuses((add,), env, behind=behind)
-
-
 FUSION = Fusion(
     name="forward_linear_bias_add",
     stage="forward",
     pattern=(LINEARS, Optional(*BIASES), AddExtraInput),
-    refuses=_refuses,
+    refuses=lambda linear, _, add, env, behind: (
+        forward_refusal(linear) or GEMM.refuses((add,), env, behind=behind)
+    ),
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
 )
 # A static method of te.ops, which code of users calls.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,8 +11,8 @@ from ..basic.add_extra_input import AddExtraInput
 from ..basic.constant_scale import ConstantScale
 from ..buffer_reuse import only_reference
 from ..context import Contexts, ForwardArguments, ForwardResult
-from ..fusion import Env, Fusion, Refusal
-from ..op import FusedOperation, FusibleOperation
+from ..fusion import Fusion
+from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import SCALED_GEMM
 
@@ -43,8 +42,6 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     fuse_forward_ops: ClassVar[Fusion]
 
-    _parts: tuple[AnyLinear, ConstantScale, AddExtraInput]
-
     def __init__(self, *, linear: AnyLinear, scale: ConstantScale, add: AddExtraInput) -> None:
         insist(forward_refusal(linear), type(self).__name__)
         super().__init__((linear, scale, add))
@@ -63,22 +60,13 @@ class ForwardLinearScaleAdd(FusedOperation):
         return y, [(), (), ()]
 
 
-def _refuses(
-    linear: AnyLinear,
-    scale: ConstantScale,
-    add: AddExtraInput,
-    *,
-    env: Env,
-    behind: Sequence[FusibleOperation],
-) -> Refusal | None:
-    return forward_refusal(linear) or SCALED_GEMM.refuses((add,), env, behind=behind)
-
-
 FUSION = Fusion(
     name="forward_linear_scale_add",
     stage="forward",
     pattern=(LINEARS, ConstantScale, AddExtraInput),
-    refuses=_refuses,
+    refuses=lambda linear, _, add, env, behind: (
+        forward_refusal(linear) or SCALED_GEMM.refuses((add,), env, behind=behind)
+    ),
     build=lambda linear, scale, add: ForwardLinearScaleAdd(linear=linear, scale=scale, add=add),
 )
 # A static method of te.ops, which code of users calls.

@@ -28,8 +28,6 @@ class ForwardQKNormRotary(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    _parts: tuple[QKNorm, RotaryEmbedding]
-
     def __init__(self, *, qk_norm: QKNorm, rotary: RotaryEmbedding) -> None:
         insist(_refuses(qk_norm, rotary), type(self).__name__)
         super().__init__((qk_norm, rotary))

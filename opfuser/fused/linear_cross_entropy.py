@@ -61,8 +61,6 @@ class LinearCrossEntropy(FusedOperation):
             the loss is not reduced.
     """
 
-    _parts: tuple[BasicLinear, CrossEntropy]
-
     def __init__(self, *, linear: BasicLinear, loss: CrossEntropy) -> None:
         insist(_unfit(linear, loss), type(self).__name__)
         super().__init__((linear, loss))

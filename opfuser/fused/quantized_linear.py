@@ -44,16 +44,11 @@ def _refuses(
     return linear.quantized_refusal(env)
 
 
-def _build(linear: AnyLinear, bias: AnyBias | None, *, env: Env) -> QuantizedLinear:
-    assert env.recipe is not None
-    return QuantizedLinear(linear=linear, bias=bias, recipe=env.recipe)
-
-
 FUSION = Fusion(
     name="quantized_linear",
     stage="joint",
     pattern=(LINEARS, Optional(*BIASES)),
     refuses=_refuses,
-    build=_build,
+    build=lambda linear, bias, env: QuantizedLinear(linear=linear, bias=bias, recipe=env.recipe),
     requires=Requires(recipe=True),
 )

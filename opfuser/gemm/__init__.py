@@ -28,14 +28,7 @@ from .operands import (
     tensors_of,
     weight_of,
 )
-from .products import (
-    dgrad,
-    dgrad_into,
-    forward,
-    forward_into,
-    wgrad,
-    wgrad_into,
-)
+from .products import dgrad, dgrad_into, forward, forward_into, wgrad, wgrad_into
 from .row_groups import RowGroups, row_groups
 
 __all__ = [

@@ -123,15 +123,7 @@ def add_low_rank_dgrad(dx: Tensor, dy: Tensor, w: LowRank, scale: float | None) 
 def low_rank_wgrad(
     dy: Tensor, x: Tensor, w: LowRank, needed: Sequence[tuple[bool, bool]], scale: float | None
 ) -> list[tuple[Tensor | None, Tensor | None]]:
-    """For each adapter dA_i and dB_i times s, each None if it is not needed.
-
-    Args:
-        dy: (..., N).
-        x: (..., K).
-        w: the weight.
-        needed: for each adapter, whether dA_i and dB_i are needed.
-        scale: s.
-    """
+    """For each adapter dA_i and dB_i times s, each None if it is not needed."""
     if not any(map(any, needed)):
         return [(None, None)] * len(needed)
     dtype, alpha = w.adapters[0].a.dtype, 1.0 if scale is None else scale

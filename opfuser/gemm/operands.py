@@ -10,22 +10,6 @@ from torch import Tensor, nn
 
 from ..tracing import functional
 
-__all__ = [
-    "Adapter",
-    "LowRank",
-    "Operand",
-    "Stacked",
-    "Weight",
-    "as_rows",
-    "functional",
-    "joined",
-    "mm",
-    "one_behind_another",
-    "stacked",
-    "tensors_of",
-    "weight_of",
-]
-
 
 class Stacked(NamedTuple):
     """The weight (N, K) whose rows are those of several matrices (N_i, K), N = Σ N_i.

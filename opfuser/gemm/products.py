@@ -34,10 +34,7 @@ def forward(
     """``y = s x Wᵀ + b + z``.
 
     Args:
-        x: (..., K).
-        w: (N, K).
         bias: b, (N,), of the dtype of the operands.
-        scale: s.
         add: z, of the shape and dtype of y.
         in_place: whether y may be written over z. Else the GEMM starts from a copy of z.
     """
@@ -119,9 +116,6 @@ def dgrad(
     """``dx = s dy W + g``, in the dtype of W; with a g of another dtype, in torch's promotion.
 
     Args:
-        dy: (..., N).
-        w: (N, K).
-        scale: s.
         add: g, gradient of x from elsewhere, (..., K).
         in_place: whether dx may be written over g. Else the GEMM starts from a copy of g.
     """
@@ -170,9 +164,6 @@ def wgrad(
     """``dW = s dyᵀ x`` over all rows.
 
     Args:
-        dy: (..., N).
-        x: (..., K).
-        scale: s.
         dtype: of dW; None is that of x. fp16 operands are cast to it first, since fp16 need not
             hold the sum; of bf16 operands the result is cast.
     """
@@ -204,11 +195,6 @@ def wgrad_into(
     element of ``out``.
 
     Args:
-        out: (N, K).
-        dy: (..., N).
-        x: (..., K).
-        accumulate: whether to keep what ``out`` holds.
-        scale: s.
         may_round: allows a bf16 product to be rounded before it is added to fp32, where no GEMM
             does both: on a CPU, where one in fp32 takes several times as long. fp16 is not rounded,
             as in :func:`wgrad`.

@@ -21,16 +21,6 @@ from ..kernels.tiling import cdiv
 from .row_groups import RowGroups
 from .scaled import Accumulation, scaled_dgrad, scaled_forward
 
-__all__ = [
-    "codes_of_groups",
-    "grouped_scaled_dgrad",
-    "grouped_scaled_forward",
-    "grouped_scaled_wgrad",
-    "padded_groups",
-    "scaled_dgrads",
-    "scaled_forwards",
-]
-
 
 def grouped_scaled_forward(
     x: Codes, w: Codes, ends: Tensor, how: Accumulation, out: Tensor | None = None

@@ -12,8 +12,8 @@ from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
 from ..tracing import columns as columns_of
-from ..tracing import joined_columns
-from .operands import Operand, Stacked, as_rows, functional
+from ..tracing import functional, joined_columns
+from .operands import Operand, Stacked, as_rows
 
 
 def stacked_forward(

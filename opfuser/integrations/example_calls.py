@@ -46,7 +46,6 @@ class ExampleCall(NamedTuple):
         """The call with a tensor of other sizes in place of one.
 
         Args:
-            module: that is called.
             number: of the tensor.
             rank: of the other one.
             width: its last dimension, unless it holds integers.
@@ -143,14 +142,7 @@ def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Arguments:
-    """A hook that hands the arguments of calls of a sequence on to its operations.
-
-    Args:
-        call: whose structure others have.
-        signature: of the module's forward.
-        reading: what was read of it.
-        built: of this.
-    """
+    """A hook that hands the arguments of calls of a sequence on to its operations."""
 
     def __init__(
         self, call: ExampleCall, signature: inspect.Signature, reading: Reading, built: Built

@@ -242,12 +242,7 @@ def _attended(attention: Any, qkv: Tensor, masks: Any, positions: Tensor | None)
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = attention.rope(q, k, positions)
     y: Tensor = attention.inner_attention(
-        q,
-        k,
-        v,
-        attention_masks=masks,
-        scale=attention.scaling,
-        enable_gqa=attention.enable_gqa,
+        q, k, v, attention_masks=masks, scale=attention.scaling, enable_gqa=attention.enable_gqa
     )
     return y.flatten(2)
 
@@ -271,11 +266,7 @@ def _heads(attention: Any, qkv: Tensor) -> Sequence[Tensor]:
     description="Llama 3 layers with fused operations of opfuser",
 )
 def transformer_block(cfg: Llama3TransformerBlock.Config) -> FusedTransformerBlock.Config:
-    """The configuration of :class:`FusedTransformerBlock` in place of one of torchtitan's layers.
-
-    Args:
-        cfg: of the layer.
-    """
+    """The configuration of :class:`FusedTransformerBlock` in place of a layer's of torchtitan."""
     return derive(cfg, FusedTransformerBlock.Config)  # type: ignore[no-any-return]
 
 
@@ -285,9 +276,5 @@ def transformer_block(cfg: Llama3TransformerBlock.Config) -> FusedTransformerBlo
     description="Feed-forward blocks with fused operations of opfuser",
 )
 def feed_forward(cfg: FeedForward.Config) -> FusedFeedForward.Config:
-    """The configuration of :class:`FusedFeedForward` in place of that of ``FeedForward``.
-
-    Args:
-        cfg: of the feed-forward block.
-    """
+    """The configuration of :class:`FusedFeedForward` in place of that of ``FeedForward``."""
     return derive(cfg, FusedFeedForward.Config)  # type: ignore[no-any-return]

@@ -19,8 +19,6 @@ from .launch import DTYPES, Launch
 from .scalar import FunctionSpec
 from .tiling import TiledLaunch, TileRule, cdiv, empty_contiguous, rows_of
 
-__all__ = ["ActivationGrads", "activation_backward", "activation_dx", "activation_forward"]
-
 # Shares are those of a device-to-device copy on an H200.
 _FLAT = TileRule(
     tile_bytes=2048,  # one access by each thread: 0.98

@@ -22,37 +22,9 @@ from torch import Tensor
 from . import cross_entropy_plain as plain
 from . import cross_entropy_traced as traced
 from .choice import kernel_or_plain
-from .cross_entropy_plain import (
-    LossGradient,
-    MeanLoss,
-    RowLosses,
-    Terms,
-    aten_gradient,
-    aten_loss,
-)
+from .cross_entropy_plain import LossGradient, MeanLoss, RowLosses, Terms
 from .launch import DTYPES, Launch, multiprocessors, runs
 from .tiling import cdiv
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "LossGradient",
-    "MeanLoss",
-    "RowLosses",
-    "RowRule",
-    "Terms",
-    "aten_gradient",
-    "aten_loss",
-    "by_aten",
-    "contiguous_rows",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "cross_entropy_gradient",
-    "cross_entropy_mean",
-    "even_rows",
-    "row_launch",
-    "scaled",
-]
 
 
 @dataclass(frozen=True)
@@ -126,7 +98,7 @@ def _launch_forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     return RowLosses(loss, row_max, sum_exp)
 
 
-def _launch_backward(
+def launch_backward(
     x: Tensor,
     targets: Tensor,
     row_max: Tensor,
@@ -134,22 +106,29 @@ def _launch_backward(
     dloss: Tensor,
     count: Tensor | None,
     terms: Terms,
+    classes: int = 0,
+    in_place: bool = False,
 ) -> Tensor:
+    """Arguments as of the twin in plain torch; ``classes`` are those of all ranks, 0: the columns.
+
+    With ``in_place`` the gradient takes the place of the logits.
+    """
     rows, cols = x.shape
     x = contiguous_rows(x)
-    stride, vec = x.stride(0), 16 // x.itemsize
-    if (stride - cols) % vec:
+    dx = x if in_place else torch.empty((rows, cols), dtype=x.dtype, device=x.device)
+    stride, dx_stride, vec = x.stride(0), dx.stride(0), 16 // x.itemsize
+    if (stride - dx_stride) % vec:
         vec = 1  # rows of the two matrices lie differently between 16-byte boundaries
-    dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
     even = even_rows(cols, vec, stride)
     ignore_index, smoothing, z_loss = terms
     launch = row_launch("backward_kernel", BACKWARD, cols, vec, x.itemsize, smoothing != 0, even)
     tiles = cdiv(cols, launch.constants["TILE"])
+    step = dloss.stride(0) if dloss.dim() else 0
     launch(
         (rows * tiles, 1, 1),
         (x, targets.contiguous(), row_max, sum_exp, dloss, count, dx),
-        (stride, cols, dloss.stride(0) if dloss.dim() else 0, cols, tiles, ignore_index),
-        (smoothing, smoothing / cols, z_loss),
+        (stride, dx_stride, step, cols, tiles, ignore_index),
+        (smoothing, smoothing / (classes or cols), z_loss),
     )
     return dx
 
@@ -190,7 +169,7 @@ cross_entropy_forward = kernel_or_plain(
     launch=_launch_forward, plain=plain.forward, traced=traced.forward
 )
 cross_entropy_backward = kernel_or_plain(
-    launch=_launch_backward, plain=plain.backward, traced=traced.backward
+    launch=launch_backward, plain=plain.backward, traced=traced.backward
 )
 cross_entropy_mean = kernel_or_plain(launch=_launch_mean, plain=plain.mean)
 cross_entropy_gradient = kernel_or_plain(
@@ -241,7 +220,6 @@ def scaled(
     Args:
         x: contiguous.
         factor, count: (), on the device of x. Nothing waits for a GPU.
-        dtype: of the result.
         in_place: whether ``x`` may be written to and returned.
     """
     return _scaled(x, factor, count, dtype, in_place and x.dtype == dtype)

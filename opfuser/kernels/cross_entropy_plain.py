@@ -262,9 +262,7 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
 
     Args:
         x: logits (rows, classes), the caller's own.
-        targets: (rows,).
         count: () of int64.
-        terms: of the loss.
     """
     if by_aten(x, terms):
         return _gradient_by_aten(x, targets, count, terms.ignore_index)

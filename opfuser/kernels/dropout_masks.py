@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pointwise import draw_seed, draws_seeds, dropout
+from .philox import draw_seed
+from .pointwise import draws_seeds, dropout
 from .pointwise_plain import rescale
 
 

@@ -17,27 +17,14 @@ from torch import Tensor
 from .choice import kernel_or_plain
 from .gated_plain import (
     GatedGrads,
-    Glu,
+    Product,
     ProductSpec,
     backward_plain,
     backward_traced,
     forward_plain,
-    product_spec,
 )
 from .launch import DTYPES
 from .tiling import TiledLaunch, TileRule, cdiv, empty_contiguous, rows_of
-
-__all__ = [
-    "GatedGrads",
-    "Glu",
-    "ProductSpec",
-    "gated_backward",
-    "gated_backward_",
-    "gated_forward",
-    "product_constants",
-    "product_spec",
-    "readable",
-]
 
 # Blocks of fewer columns than 16 bytes hold.
 _NARROW = (1, 2, 4)
@@ -50,14 +37,9 @@ _RULE = TileRule(
 )
 
 
-def product_constants(
-    gate: str,
-    gate_parameters: tuple[float, ...],
-    up: str | None,
-    up_parameters: tuple[float, ...],
-    interleave: int,
-) -> dict[str, Any]:
+def product_constants(product: Product) -> dict[str, Any]:
     """A product of scalar functions as constants of a launch."""
+    gate, gate_parameters, up, up_parameters, interleave = product
     return {
         "GATE": f"@scalar:{gate}",
         "GATE_P": gate_parameters,
@@ -68,18 +50,9 @@ def product_constants(
 
 
 @functools.lru_cache(None)
-def _tiled_launch(
-    kernel: str,
-    gate: str,
-    gate_parameters: tuple[float, ...],
-    up: str | None,
-    up_parameters: tuple[float, ...],
-    interleave: int,
-    itemsize: int,
-    cols: int,
-) -> TiledLaunch:
-    constants = product_constants(gate, gate_parameters, up, up_parameters, interleave)
-    constants["NARROW"] = bool(up) and interleave in _NARROW
+def _tiled_launch(kernel: str, product: Product, itemsize: int, cols: int) -> TiledLaunch:
+    constants = product_constants(product)
+    constants["NARROW"] = constants["UP"] is not None and constants["INTERLEAVE"] in _NARROW
     return _RULE.launch(f"gated:{kernel}", constants, cols, itemsize)
 
 
@@ -88,7 +61,7 @@ def _launch_forward(x: Tensor, spec: ProductSpec, scales: Tensor | None) -> Tens
     cols = cols // 2 if spec.up else cols
     y = x.new_empty(*leading, cols)
     rows = math.prod(leading)
-    tiled = _tiled_launch("forward", *spec[1:], x.element_size(), cols)
+    tiled = _tiled_launch("forward", spec[1:], x.element_size(), cols)
     x, stride = rows_of(x)
     tensors = (x, readable(scales), y)
     tiled.launch((tiled.tiles(rows, cols), 1, 1), tensors, (rows, cols, stride))
@@ -121,7 +94,7 @@ def _launch_backward(
     if want_dscales and scales is not None:
         dscales = x.new_empty(scales.shape, dtype=torch.float32)
     rows = math.prod(leading)
-    tiled = _tiled_launch("backward", *spec[1:], x.element_size(), cols)
+    tiled = _tiled_launch("backward", spec[1:], x.element_size(), cols)
     # A program takes whole rows if there are row sums to make.
     grid = tiled.tiles(rows, cols) if dscales is None else cdiv(rows, tiled.block_rows)
     x, x_stride = rows_of(x)

@@ -6,7 +6,7 @@ fp16 and bf16 are converted to fp32, computed there and rounded once, in blocks 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class ProductSpec(NamedTuple):
     up: str | None
     up_parameters: tuple[float, ...]
     interleave: int
+
+
+# All but the function: what launches depend on.
+Product: TypeAlias = tuple[str, tuple[float, ...], str | None, tuple[float, ...], int]
 
 
 def product_spec(function: _Function) -> ProductSpec:

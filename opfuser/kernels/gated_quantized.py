@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .choice import kernel_or_plain
 from .gated import product_constants, readable
-from .gated_plain import ProductSpec
+from .gated_plain import Product, ProductSpec
 from .gated_quantized_plain import (
     SAVED,
     GatedGrads,
@@ -36,26 +36,8 @@ from .quantize import (
     scale_and_raised,
     scale_kind,
 )
-from .quantize_plain import (
-    BLOCK,
-    BlockScaling,
-    Codes,
-    MeasuredScaling,
-    Scaling,
-    TensorScaling,
-)
+from .quantize_plain import BLOCK, BlockScaling, Codes, MeasuredScaling, Scaling, TensorScaling
 from .tiling import rows_of
-
-__all__ = [
-    "SAVED",
-    "GatedGrads",
-    "GatedOutput",
-    "fills_blocks",
-    "gated_backward_quantized",
-    "gated_forward_and_input",
-    "gated_forward_quantized",
-    "quantize_input",
-]
 
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.
 _FORWARD = Tile(32, BLOCK, 4)  # 0.98 of 8192 x 14336, and 0.80 in blocks
@@ -76,17 +58,13 @@ _GROUP, _WARPS = 1, 4
 def _launch(
     kernel: str,
     tile: Tile,
-    gate: str,
-    gate_parameters: tuple[float, ...],
-    up: str | None,
-    up_parameters: tuple[float, ...],
-    interleave: int,
+    product: Product,
     kinds: tuple[ScaleKind, ...],
     square_cols: bool,
     itemsize: int,
     even: bool,
 ) -> Launch:
-    constants = product_constants(gate, gate_parameters, up, up_parameters, interleave)
+    constants = product_constants(product)
     for kind, prefix in zip(kinds, ("", "H_")):
         constants.update(kind.constants(prefix))
         if prefix or kernel.endswith("_by_blocks"):  # of both scales, or of none
@@ -95,7 +73,7 @@ def _launch(
         ahead = (_STAGES, _COL_STAGES) if itemsize == 2 else (1, 1)  # else they spill
         constants.update(H_SQUARE_COLS=square_cols, STEP=_STEP, COL_STEP=_COL_STEP)
         constants.update(STAGES=ahead[0], COL_STAGES=ahead[1])
-    return tile.launch(f"gated_quantized:{kernel}", constants, itemsize, even, interleave)
+    return tile.launch(f"gated_quantized:{kernel}", constants, itemsize, even, product[-1])
 
 
 def _launch_forward(
@@ -120,7 +98,7 @@ def _launch_forward(
         scale, amax = scale_and_raised(scaling)
         how = scale, rows, row_scale, amax, x_rows, x_scale
     even, kinds = _FORWARD.even(count, features), (scale_kind(scaling),)
-    launch = _launch(kernel, _FORWARD, *spec[1:], kinds, False, x.element_size(), even)
+    launch = _launch(kernel, _FORWARD, spec[1:], kinds, False, x.element_size(), even)
     x, stride = rows_of(x)
     grid = (_FORWARD.programs(padded, features), 1, 1)
     launch(grid, (x, readable(bias), *how), (count, padded, features, stride))
@@ -173,7 +151,7 @@ def _launch_backward(
     sums, parts = empty_sums(like, padded, tile, column_sum)
     even = tile.even(count, features)
     kinds = scale_kind(dx), scale_kind(h)
-    launch = _launch(kernel, tile, *spec[1:], kinds, squares, itemsize, even)
+    launch = _launch(kernel, tile, spec[1:], kinds, squares, itemsize, even)
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
     tensors = dy, x, readable(bias), rows, cols, h_cols, *how, parts
@@ -227,7 +205,6 @@ def gated_forward_quantized(
     Args:
         x: in fp32, bf16 or fp16.
         bias: None where there are linear units.
-        spec: the product.
         scaling: of h; F is a multiple of 128 for blocks.
     """
     assert bias is None or spec.up is None
@@ -236,12 +213,7 @@ def gated_forward_quantized(
 
 
 def fills_blocks(width: int, spec: ProductSpec) -> bool:
-    """Whether blocks of 128 columns of x lie within gates or within linear units.
-
-    Args:
-        width: columns of x.
-        spec: the product.
-    """
+    """Whether blocks of 128 columns of x lie within gates or within linear units."""
     return width % (2 * BLOCK if spec.up else BLOCK) == 0 and spec.interleave % BLOCK == 0
 
 

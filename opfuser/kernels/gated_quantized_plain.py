@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from .gated_plain import ProductSpec, backward_plain, forward_plain
-from .quantize_plain import (
-    BlockScaling,
-    Codes,
-    Scaling,
-    dequantize,
-    quantize_plain,
-)
+from .quantize_plain import BlockScaling, Codes, Scaling, dequantize, quantize_plain
 from .scalar import cast, wide_dtype
 
 # How x is saved. Scales that are no powers of two leave 3 % less error of normal values, and of

@@ -215,10 +215,7 @@ class Launch:
         """Launches on the current stream of the device of the first tensor; no programs: nothing.
 
         Args:
-            grid: programs along three axes.
             tensors: pointer arguments; the first one is never None.
-            ints: integer arguments.
-            floats: fp32 arguments.
         """
         if _State.record is not None and (tensors[0].is_meta or not _State.only_meta):  # type: ignore[union-attr]
             _State.record.append(Recorded(self, grid, tensors, ints, floats))

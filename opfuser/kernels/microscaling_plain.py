@@ -58,7 +58,6 @@ def block_scales(scale: Tensor, rows: int, first: int, stop: int, features: int)
 
     Args:
         scale: in the layouts of ``row_scale`` and ``col_scale``.
-        rows: M.
         first, stop: columns, multiples of 128 or the last.
         features: all columns.
     """
@@ -79,7 +78,6 @@ def scales_of_part(
 
     Args:
         scale: in the layouts of ``row_scale`` and ``col_scale``.
-        shape: (M, K).
         rows, cols: where the part begins, at multiples of 128, and where it stops.
     """
     is_mxfp8 = scale.dtype == E8M0

@@ -202,12 +202,7 @@ _BLOCK = 2**17
 
 
 def _layer_gradients(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    scale: Tensor,
-    needs: tuple[bool, bool, bool],
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias, those that are needed.
 

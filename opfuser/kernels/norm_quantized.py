@@ -9,6 +9,7 @@ and results: ``norm_quantized_plain``.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +18,9 @@ from .choice import kernel_or_plain
 from .launch import Launch, has_fp8
 from .norm_launch import FORWARD, RowLaunch, forward_tile, share_of_sum, strided_rows
 from .norm_quantized_plain import QuantizedNorm, cols_quantized_plain, forward_quantized_plain
-from .quantize import (
-    ScaleKind,
-    Tile,
-    empty_block_scales,
-    empty_codes,
-    scale_and_raised,
-    scale_kind,
-)
-from .quantize_plain import (
-    BLOCK,
-    BlockScaling,
-    Codes,
-    Scaling,
-)
+from .quantize import ScaleKind, Tile, empty_block_scales, empty_codes, scale_and_raised, scale_kind
+from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling
 from .tiling import cdiv, empty_contiguous
-
-__all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
 
 # At most 64 registers on sm_90, and whole cache lines of the transpose: 33.3 us of 8192 x 4096,
 # 0.72 of a device-to-device copy on an H200. By 4 warps 32.4 us, of 64 x 64 by 8 36.8.
@@ -48,12 +35,7 @@ def _square_cols(scaling: Scaling) -> bool:
 
 @functools.lru_cache(None)
 def _forward_launch(
-    cols: int,
-    with_mean: bool,
-    alone: bool,
-    zero_centered: bool,
-    kind: ScaleKind,
-    itemsize: int,
+    cols: int, with_mean: bool, alone: bool, zero_centered: bool, kind: ScaleKind, itemsize: int
 ) -> RowLaunch:
     rows, block_cols, warps = forward_tile(cols, with_mean, alone)
     constants = {
@@ -69,18 +51,9 @@ def _forward_launch(
 
 @functools.lru_cache(None)
 def _cols_launch(
-    tile: Tile,
-    zero_centered: bool,
-    kind: ScaleKind,
-    square_cols: bool,
-    itemsize: int,
-    even: bool,
+    tile: Tile, zero_centered: bool, kind: ScaleKind, square_cols: bool, itemsize: int, even: bool
 ) -> Launch:
-    constants = {
-        "ZERO_CENTERED": zero_centered,
-        **kind.constants(),
-        "SQUARE_COLS": square_cols,
-    }
+    constants = {"ZERO_CENTERED": zero_centered, **kind.constants(), "SQUARE_COLS": square_cols}
     return tile.launch("norm_quantized:columns", constants, itemsize, even)
 
 
@@ -170,36 +143,19 @@ def _takes_blocks(scaling: Scaling, cols: int) -> bool:
     return not isinstance(scaling, BlockScaling) or cols % BLOCK == 0
 
 
-def _takes_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    with_mean: bool,
-    scaling: Scaling,
-) -> bool:
+def _takes_forward(x: Tensor, residual: Tensor | None, *others: Any) -> bool:
     cols = x.shape[-1]
     return (
         x.numel() > 0
         and cols <= FORWARD.max_cols
         and (residual is None or residual.dtype != torch.float64)
-        and _takes_blocks(scaling, cols)
+        and _takes_blocks(others[-1], cols)
         and has_fp8(x)
     )
 
 
-def _takes_cols(
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    zero_centered: bool,
-    scaling: Scaling,
-) -> bool:
-    return total.numel() > 0 and _takes_blocks(scaling, total.shape[-1]) and has_fp8(total)
+def _takes_cols(total: Tensor, *others: Any) -> bool:
+    return total.numel() > 0 and _takes_blocks(others[-1], total.shape[-1]) and has_fp8(total)
 
 
 norm_forward_quantized = kernel_or_plain(

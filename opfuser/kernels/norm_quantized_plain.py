@@ -75,7 +75,6 @@ def cols_quantized_plain(
 
     Args:
         total: (…, D), what was normalised: x, or its sum with the residual.
-        weight, bias, zero_centered: as in forward.
         mean, rstd: (…), what forward returned.
         scaling: how the norm is quantised; without a scale amax alone is raised.
 

@@ -1,4 +1,4 @@
-"""Random words from a seed and a position in plain torch: those of ``device.philox``."""
+"""Seeds, and random words from a seed and a position in plain torch: those of ``device.philox``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from torch import Tensor
 # What the device function calls ROUNDS.
 _ROUNDS = 7
 _WORD = 2**32 - 1
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A seed from the generator of the device of x, without the host waiting for it."""
+    return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor) -> list[Tensor]:

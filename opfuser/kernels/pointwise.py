@@ -18,9 +18,7 @@ from . import pointwise_plain as plain
 from .launch import AVAILABLE, DTYPES, INTERPRETED, Launch, runs
 from .norm_launch import MAX_CHAIN_ROW
 from .pointwise_launch import (
-    MAX_OPERANDS,
     BackwardLaunch,
-    Wants,
     choose_backward,
     choose_forward,
     choose_forward_norm,
@@ -29,35 +27,8 @@ from .pointwise_launch import (
     reads_of,
     size_of,
 )
-from .pointwise_plain import (
-    ADD,
-    BIAS,
-    DROPOUT,
-    FUNCTION,
-    KEEP,
-    ChainGrads,
-    ChainResult,
-    Link,
-)
+from .pointwise_plain import BIAS, DROPOUT, FUNCTION, KEEP, ChainGrads, ChainResult, Link, Wants
 from .tiling import TiledLaunch, cdiv, empty_contiguous
-
-__all__ = [
-    "ADD",
-    "BIAS",
-    "DROPOUT",
-    "FUNCTION",
-    "KEEP",
-    "MAX_OPERANDS",
-    "Chain",
-    "ChainGrads",
-    "ChainResult",
-    "Link",
-    "Normed",
-    "draw_seed",
-    "draws_seeds",
-    "dropout",
-    "has_kernels",
-]
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -68,11 +39,6 @@ def has_kernels(x: Tensor) -> bool:
 def draws_seeds(x: Tensor) -> bool:
     """Whether dropout of x, in any dtype, computes its mask from a seed instead of storing it."""
     return runs(x) or (AVAILABLE and (x.is_cuda or INTERPRETED))
-
-
-def draw_seed(x: Tensor) -> Tensor:
-    """A seed from the generator of the device of x, without the host waiting for it."""
-    return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -107,9 +73,6 @@ class Normed(NamedTuple):
 
 class Chain:
     """A run of element-wise operations. It keeps what it launches.
-
-    Args:
-        links: in the order of forward.
 
     Attributes:
         reads: for each link, whether backward needs its operand; that of a KEEP is what it kept.

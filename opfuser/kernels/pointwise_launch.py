@@ -22,19 +22,6 @@ from .norm_launch import chain_forward_launch
 from .pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link, Wants
 from .tiling import TiledLaunch, TileRule
 
-__all__ = [
-    "MAX_OPERANDS",
-    "BackwardLaunch",
-    "Wants",
-    "choose_backward",
-    "choose_forward",
-    "choose_forward_norm",
-    "launch_backward",
-    "padded",
-    "reads_of",
-    "size_of",
-]
-
 # Operands that the device functions take. Backward has at most one more than forward, for dx.
 _POINTERS = 8
 MAX_OPERANDS = _POINTERS - 1

@@ -133,10 +133,7 @@ class Tile:
         """The launch of a function for tensors of so many bytes per element.
 
         Args:
-            function: as :class:`Launch` takes it.
             constants: the first ones; those of tiles come last.
-            itemsize: bytes of an element.
-            even: as :meth:`even` says.
             interleave: columns in one piece, where they are not all.
         """
         access = self.access // itemsize
@@ -269,11 +266,7 @@ def add_up(sums: Tensor | None, parts: Tensor | None) -> None:
 
 
 def _launch_by_tensor(
-    x: Tensor,
-    scaling: TensorScaling | MeasuredScaling,
-    rows: bool,
-    cols: bool,
-    column_sum: bool,
+    x: Tensor, scaling: TensorScaling | MeasuredScaling, rows: bool, cols: bool, column_sum: bool
 ) -> Codes:
     count, features = x.shape
     scale, amax = scale_and_raised(scaling)

@@ -21,8 +21,6 @@ from .launch import Launch, multiprocessors
 from .rotary_plain import NormedHeads, QKNormGrads, Rotation
 from .tiling import cdiv, empty_contiguous, power_of_two, rows_of
 
-__all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backward", "rotary"]
-
 
 @dataclass(frozen=True)
 class _Rule:

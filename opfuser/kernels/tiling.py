@@ -116,10 +116,7 @@ class TileRule:
         """The launch of a function for rows of ``cols`` columns.
 
         Args:
-            function: as :class:`Launch` takes it.
             constants: those of its constants that do not follow from the rule.
-            cols: columns of the tensors.
-            itemsize: bytes of an element.
             min_cols: columns of a tile at least.
         """
         elements = self.tile_bytes // itemsize

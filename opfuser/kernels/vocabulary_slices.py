@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from .choice import kernel_or_plain
-from .cross_entropy import BACKWARD, FORWARD, contiguous_rows, even_rows, row_launch
+from .cross_entropy import FORWARD, contiguous_rows, even_rows, launch_backward, row_launch
 from .cross_entropy_plain import RowLosses, Terms, blocks_of_rows
 from .scalar import cast, wide_dtype
-from .tiling import cdiv
 
 # What a rank tells of a row: largest logit, sum of exponentials, logit of the target, sum.
 _STATISTICS = 4
@@ -61,25 +60,11 @@ def _launch_gradient(
     classes: Classes,
     in_place: bool,
 ) -> Tensor:
-    rows, cols = x.shape
-    x = contiguous_rows(x)
-    dx = x if in_place else torch.empty((rows, cols), dtype=x.dtype, device=x.device)
-    stride, dx_stride, vec = x.stride(0), dx.stride(0), 16 // x.itemsize
-    if (stride - dx_stride) % vec:
-        vec = 1  # rows of the two matrices lie differently between 16-byte boundaries
-    smooth, even = terms.label_smoothing != 0, even_rows(cols, vec, stride)
-    launch = row_launch("backward_kernel", BACKWARD, cols, vec, x.itemsize, smooth, even)
-    tiles = cdiv(cols, launch.constants["TILE"])
     # A target of another rank is none of the columns that it is compared with.
-    targets, ignore_index = targets - classes.start, terms.ignore_index - classes.start
-    step = dloss.stride(0) if dloss.dim() else 0
-    launch(
-        (rows * tiles, 1, 1),
-        (x, targets.contiguous(), row.row_max, row.sum_exp, dloss, count, dx),
-        (stride, dx_stride, step, cols, tiles, ignore_index),
-        (terms.label_smoothing, terms.label_smoothing / classes.total, terms.z_loss),
-    )
-    return dx
+    targets = targets - classes.start
+    terms = terms._replace(ignore_index=terms.ignore_index - classes.start)
+    given = row.row_max, row.sum_exp, dloss, count, terms, classes.total, in_place
+    return launch_backward(x, targets, *given)
 
 
 class _Targets(NamedTuple):
@@ -99,6 +84,13 @@ def _targets(targets: Tensor, terms: Terms, classes: Classes, cols: int) -> _Tar
 
 
 def _plain_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
+    """What :func:`merged_losses` needs of a rank's logits, (rows, 4), in fp32 or wider.
+
+    Args:
+        x: logits (rows, classes of this rank), at least one of them.
+        targets: (rows,), of all classes.
+        classes: which the columns are.
+    """
     _, here, column = _targets(targets, terms, classes, x.shape[1])
     return torch.cat([_of_rows(x[b], here[b], column[b], terms) for b in blocks_of_rows(x)])
 
@@ -129,6 +121,15 @@ def _plain_gradient(
     classes: Classes,
     in_place: bool,
 ) -> Tensor:
+    """Gradient of a rank's logits.
+
+    Args:
+        x, targets, terms, classes: as of :func:`_plain_statistics`.
+        row: of :func:`merged_losses`.
+        dloss: gradient of the losses (rows,), or one for all of them ().
+        count: what divides it, () of int64; 0 counts as 1.
+        in_place: whether it takes the place of the logits. While torch.compile traces it does not.
+    """
     smoothing = terms.label_smoothing
     m, scale, p_scale, at_target, column = _factors(x, targets, row, dloss, count, terms, classes)
     dx = x if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -190,22 +191,12 @@ def _factors(
     return _Factors(m, scale, p_scale, at_target, column)
 
 
-_statistics = kernel_or_plain(
+slice_statistics = kernel_or_plain(
     launch=_launch_statistics, plain=_plain_statistics, traced=_traced_statistics
 )
-_gradient = kernel_or_plain(launch=_launch_gradient, plain=_plain_gradient, traced=_traced_gradient)
-
-
-def slice_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
-    """What :func:`merged_losses` needs of a rank's logits, (rows, 4), in fp32 or wider.
-
-    Args:
-        x: logits (rows, classes of this rank), at least one of them.
-        targets: (rows,), of all classes.
-        terms: of the loss.
-        classes: which the columns are.
-    """
-    return _statistics(x, targets, terms, classes)
+slice_gradient = kernel_or_plain(
+    launch=_launch_gradient, plain=_plain_gradient, traced=_traced_gradient
+)
 
 
 def merged_losses(parts: Tensor, targets: Tensor, terms: Terms, classes: int) -> RowLosses:
@@ -215,8 +206,6 @@ def merged_losses(parts: Tensor, targets: Tensor, terms: Terms, classes: int) ->
 
     Args:
         parts: the statistics of all ranks, (ranks, rows, 4).
-        targets: (rows,).
-        terms: of the loss.
         classes: of all ranks together.
     """
     ignore_index, smoothing, z_loss = terms
@@ -233,26 +222,3 @@ def merged_losses(parts: Tensor, targets: Tensor, terms: Terms, classes: int) ->
     if z_loss:
         loss = loss + z_loss * (log_sum + m).square()
     return RowLosses(torch.where(ignored, 0.0, loss), m, s)
-
-
-def slice_gradient(
-    x: Tensor,
-    targets: Tensor,
-    row: RowLosses,
-    dloss: Tensor,
-    count: Tensor | None,
-    terms: Terms,
-    classes: Classes,
-    *,
-    in_place: bool,
-) -> Tensor:
-    """Gradient of a rank's logits.
-
-    Args:
-        x, targets, terms, classes: as of :func:`slice_statistics`.
-        row: of :func:`merged_losses`.
-        dloss: gradient of the losses (rows,), or one for all of them ().
-        count: what divides it, () of int64; 0 counts as 1.
-        in_place: whether it takes the place of the logits. While torch.compile traces it does not.
-    """
-    return _gradient(x, targets, row, dloss, count, terms, classes, in_place)

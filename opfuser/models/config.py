@@ -253,12 +253,7 @@ _OF_BLOCKS = (
 
 
 def encoder_blocks(config: Any, **others: Any) -> DecoderConfig:
-    """The configuration of an encoder's blocks: LayerNorms, biases, attention to all positions.
-
-    Args:
-        config: of the encoder.
-        **others: what only some encoders have.
-    """
+    """The configuration of an encoder's blocks: LayerNorms, biases, attention to all positions."""
     return DecoderConfig(
         **{name: getattr(config, name) for name in _OF_BLOCKS},
         ffn_dim=4 * config.dim if config.ffn_dim is None else config.ffn_dim,

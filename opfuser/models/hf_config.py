@@ -61,7 +61,6 @@ def _decoder(config: Any, activation: str = "hidden_act", base: float = 10000.0)
     """What all families but GPT-2 have in common: no biases, no windows.
 
     Args:
-        config: of the model.
         activation: the attribute that names it.
         base: of rotary frequencies, where the configuration does not say it.
     """

@@ -21,27 +21,24 @@ class Names(NamedTuple):
 
     prefix: str
     embedding: str
-    positions: str
-    types: str
-    embedding_norm: str
     layer: str
     norms: tuple[str, ...]
     qkv: tuple[str, ...]
-    qk_norms: tuple[str, str]
     out: str
     up: tuple[str, ...]
     down: str
-    norm: str
-    transposed: bool
     ignored: str
+    positions: str = ""
+    types: str = ""
+    embedding_norm: str = ""
+    qk_norms: tuple[str, str] = ("", "")
+    norm: str = ""
+    transposed: bool = False
 
 
 LLAMA = Names(
     prefix="model.",
     embedding="embed_tokens",
-    positions="",
-    types="",
-    embedding_norm="",
     layer="layers.{}.",
     norms=("input_layernorm", "post_attention_layernorm"),
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -50,7 +47,6 @@ LLAMA = Names(
     up=("mlp.gate_proj", "mlp.up_proj"),
     down="mlp.down_proj",
     norm="norm",
-    transposed=False,
     ignored=r"\.rotary_emb\.inv_freq$",
 )
 GEMMA2 = LLAMA._replace(
@@ -65,12 +61,9 @@ GPT2 = Names(
     prefix="transformer.",
     embedding="wte",
     positions="wpe",
-    types="",
-    embedding_norm="",
     layer="h.{}.",
     norms=("ln_1", "ln_2"),
     qkv=("attn.c_attn",),
-    qk_norms=("", ""),
     out="attn.c_proj",
     up=("mlp.c_fc",),
     down="mlp.c_proj",
@@ -87,39 +80,28 @@ BERT = Names(
     layer="encoder.layer.{}.",
     norms=("attention.output.LayerNorm", "output.LayerNorm"),
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-    qk_norms=("", ""),
     out="attention.output.dense",
     up=("intermediate.dense",),
     down="output.dense",
-    norm="",
-    transposed=False,
     ignored=r"^cls\.|(^|\.)pooler\.|\.(position|token_type)_ids$",
 )
 VIT = Names(
     prefix="vit.",
     embedding="embeddings.patch_embeddings.projection",
     positions="embeddings.position_embeddings",
-    types="",
-    embedding_norm="",
     layer="layers.{}.",
     norms=("layernorm_before", "layernorm_after"),
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    qk_norms=("", ""),
     out="attention.o_proj",
     up=("mlp.fc1",),
     down="mlp.fc2",
     norm="layernorm",
-    transposed=False,
     ignored=r"^classifier\.|^decoder\.|(^|\.)pooler\.|\.mask_token$",
 )
 # As transformers 4 has them, and checkpoints that it wrote.
 VIT_4 = VIT._replace(
     layer="encoder.layer.{}.",
-    qkv=(
-        "attention.attention.query",
-        "attention.attention.key",
-        "attention.attention.value",
-    ),
+    qkv=tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
     out="attention.output.dense",
     up=("intermediate.dense",),
     down="output.dense",

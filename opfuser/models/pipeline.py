@@ -20,13 +20,7 @@ from opfuser import (
 )
 from opfuser.change_tracking import has_hooks
 from opfuser.engine.plan import expand
-from opfuser.errors import (
-    ArgumentError,
-    ChannelError,
-    ExtraInputCountError,
-    OpKwargsError,
-    counted,
-)
+from opfuser.errors import ArgumentError, ChannelError, ExtraInputCountError, OpKwargsError, counted
 from opfuser.module_sequence import flatten
 from opfuser.op_base import BasicOperation, FusibleOperation
 
@@ -354,9 +348,10 @@ def _modules(model: Sequential, parts: Sequence[Sequence[_Unit]]) -> list[StageM
         taken = tuple(name for name in received if name in read)
         modules = _nested(model, {unit.path for unit in units})
         if taken:
-            modules = {"stage_received": Sequential(*map(_entry, taken)), **modules}
+            entries = [_relay(None, name) for name in taken]
+            modules = {"stage_received": Sequential(*entries), **modules}
         if given[n]:
-            modules["stage_sent"] = Sequential(*map(_exit, given[n]))
+            modules["stage_sent"] = Sequential(*[_relay(name, None) for name in given[n]])
         stage = StageModule(
             modules, replay=model.replay, recipe=model.recipe, fusion_config=model.fusion_config
         )
@@ -429,11 +424,3 @@ def _relay(takes: str | None, gives: str | None) -> Sequential:
         _wired(MakeExtraOutput(), None, gives),
         _wired(SwapExtra(), main, unread),
     )
-
-
-def _entry(channel: str) -> Sequential:
-    return _relay(None, channel)
-
-
-def _exit(channel: str) -> Sequential:
-    return _relay(channel, None)

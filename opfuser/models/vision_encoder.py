@@ -95,10 +95,7 @@ class ImageEncoderConfig:
     def blocks(self) -> DecoderConfig:
         """The configuration of its blocks, in which there is no vocabulary."""
         return encoder_blocks(
-            self,
-            vocab_size=1,
-            learned_positions=1 + self.num_patches,
-            qkv_bias=self.qkv_bias,
+            self, vocab_size=1, learned_positions=1 + self.num_patches, qkv_bias=self.qkv_bias
         )
 
 

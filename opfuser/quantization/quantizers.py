@@ -18,7 +18,7 @@ from ..errors import QuantizedWeightError, explain
 from ..kernels.groups import VectorScaling, group_ends, maxima_of_groups, quantize_groups
 from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
 from ..kernels.microscaling_plain import dequantized_rows
-from ..kernels.pointwise import draw_seed
+from ..kernels.philox import draw_seed
 from ..kernels.quantize import (
     BlockScaling,
     Codes,

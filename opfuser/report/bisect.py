@@ -168,7 +168,6 @@ def find(
     set, the command does not fail so. A single fusion of ``n`` takes about ``2 log2(n)`` runs.
 
     Args:
-        names: fusions that may be the cause.
         run: runs the command with these fusions off, ``"*"`` for all that there are.
         tell: called with a line before and about each run.
 
@@ -230,10 +229,6 @@ def minimal(names: Sequence[str], fails_with: Callable[[Sequence[str]], bool]) -
 
     Delta debugging (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input,
     2002): halves first, then complements of ever smaller pieces.
-
-    Args:
-        names: that fail together.
-        fails_with: whether a set of them fails.
     """
     found, pieces = list(names), 2
     known: dict[frozenset[str], bool] = {frozenset(found): True, frozenset(): False}

@@ -38,10 +38,6 @@ class Conversion(NamedTuple):
         """What ``use`` returns for the converted model; None if nothing is replaced, or it fails.
 
         The model is run on the meta device; where it reads values, on its own, as a copy.
-
-        Args:
-            target: the model and its inputs; they do not change.
-            use: runs the converted model.
         """
         found = self._tried(target, _on_meta, use)
         if isinstance(found, Exception):
@@ -61,12 +57,7 @@ class Conversion(NamedTuple):
 
 
 def no_sequences(target: Target, otherwise: str = "") -> TargetError:
-    """The error about a model that calls no Sequential, with the conversion that changes that.
-
-    Args:
-        target: the model and its inputs.
-        otherwise: what else may be done.
-    """
+    """The error about a model that calls no Sequential, with the conversion that changes that."""
     return TargetError.explained(
         "The model holds no opfuser.Sequential that it calls",
         where=target.name,

@@ -43,9 +43,7 @@ def around(
     """The explanations of a model without a fusion, and with it.
 
     Args:
-        target: the model and its inputs.
         fusion: its name; ``"*"`` for all that are on.
-        programs: whether they have programs.
 
     Raises:
         TargetError: no fusion has that name, or the model fails.
@@ -77,11 +75,6 @@ def difference(
     before: _Document, after: _Document, sides: tuple[str, str], *, programs: bool = False
 ) -> dict[str, Any]:
     """What differs between two documents of the schema ``opfuser.explain/1``.
-
-    Args:
-        before, after: the documents.
-        sides: what to call them.
-        programs: whether programs are compared.
 
     Raises:
         TargetError: a document lacks the programs to compare.

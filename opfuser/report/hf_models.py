@@ -43,9 +43,7 @@ def build(
     runs. Caches of keys and values are off, as in training.
 
     Args:
-        spec: ``hf:`` and the name.
         config: a JSON file with a configuration, or with some settings of one.
-        device: where the weights are.
         dtype: of the weights; None is that of the configuration.
 
     Raises:

@@ -48,12 +48,7 @@ Counts = dict[str, dict[str, dict[str, int]]]
 
 
 def entry_of(target: Target, plans: Mapping[str, Plan]) -> dict[str, Any]:
-    """The entry of a model in a lock file.
-
-    Args:
-        target: the model and its inputs.
-        plans: of its Sequentials, by path.
-    """
+    """The entry of a model in a lock file."""
     devices = [t.device.type for t in target.inputs]
     return {
         "call": {
@@ -113,12 +108,6 @@ def compared(
 ) -> dict[str, Any]:
     """What a model has lost and gained since its entry was written, as ``opfuser.check/1``.
 
-    Args:
-        entries: of the lock file, by model.
-        target: the model and its inputs.
-        plans: of its Sequentials now, by path.
-        file: the lock file, for messages.
-
     Raises:
         TargetError: the file has no entry of the model, or one of another call.
     """
@@ -154,12 +143,7 @@ def compared(
 
 
 def refuse_nothing(target: Target, plans: Mapping[str, Plan]) -> None:
-    """Raises TargetError if there is no fusion in a model that could be lost.
-
-    Args:
-        target: the model and its inputs.
-        plans: of its Sequentials, by path.
-    """
+    """Raises TargetError if there is no fusion in a model that could be lost."""
     if not plans:
         raise no_sequences(target, f", {ALLOW_NONE}")
     if not sum(_total(_counts(plans))):

@@ -76,8 +76,7 @@ def observed(model: nn.Module) -> Iterator[list[SequenceCall]]:
 
 @contextmanager
 def calls_seen(
-    enter: Callable[[nn.Module], None],
-    leave: Callable[[nn.Module, tuple[Any, ...], Any], None],
+    enter: Callable[[nn.Module], None], leave: Callable[[nn.Module, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
     """Inside, functions are told of all calls of modules.
 

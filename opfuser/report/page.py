@@ -27,10 +27,7 @@ _TEMPLATE = resources.files(__package__).joinpath("page.html").read_text(encodin
 
 
 def page(
-    plans: Mapping[str, Plan],
-    title: str,
-    traffic: ModelTraffic | None = None,
-    missing: str = "",
+    plans: Mapping[str, Plan], title: str, traffic: ModelTraffic | None = None, missing: str = ""
 ) -> str:
     """One self-contained HTML page about the plans of a model.
 
@@ -39,7 +36,6 @@ def page(
 
     Args:
         plans: by the path of the Sequential; equal ones are shown together.
-        title: the name of the model.
         traffic: of the same plans; without it the page has no bytes.
         missing: why there is no traffic.
     """

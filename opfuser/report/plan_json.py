@@ -76,10 +76,6 @@ class Explained(NamedTuple):
 def explained(target: Target, *, count: bool = True) -> Explained:
     """The plans of a model with their traffic.
 
-    Args:
-        target: the model and its inputs.
-        count: whether launches and bytes are counted.
-
     Raises:
         TargetError: as :func:`opfuser.report.target.plans`.
     """
@@ -109,12 +105,7 @@ def equal_plans(plans: dict[str, Plan]) -> list[list[str]]:
 
 
 def document(found: Explained, *, programs: bool = False) -> dict[str, Any]:
-    """Plans and traffic as plain data, of the schema ``opfuser.explain/1``.
-
-    Args:
-        found: plans and traffic.
-        programs: whether each plan has its program.
-    """
+    """Plans and traffic as plain data, of the schema ``opfuser.explain/1``."""
     target, traffic = found.target, found.traffic
     sequences = {} if traffic is None else traffic.sequences
     return {
@@ -137,12 +128,7 @@ def document(found: Explained, *, programs: bool = False) -> dict[str, Any]:
 
 
 def plan_data(plan: Plan, traffic: Traffic | None = None) -> dict[str, Any]:
-    """A plan as plain data, of the schema ``opfuser.plan/1``.
-
-    Args:
-        plan: any.
-        traffic: what its steps do, if that is known.
-    """
+    """A plan as plain data, of the schema ``opfuser.plan/1``."""
     env, recipe = plan.env, plan.env.recipe
     return {
         "schema": PLAN,

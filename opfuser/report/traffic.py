@@ -164,7 +164,6 @@ def traffic(sequence: Sequential, *inputs: Tensor) -> Traffic:
 
     Args:
         sequence: any, on any device; a copy of it without data is run.
-        *inputs: input and extra inputs.
 
     Raises:
         TargetError: the sequence cannot be run without data.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +62,7 @@ def deviation(ours: Tensor, plain: Tensor, exact: Tensor, factor: float, floor: 
     """How far a tensor is from float64.
 
     Args:
-        ours: the tensor.
         plain: the same by plain torch, whose error is allowed ``factor`` times.
-        exact: the same in float64.
-        factor: of :class:`Tolerance`.
         floor: of :class:`Tolerance`; integers have to be equal.
     """
     if not exact.numel():
@@ -102,12 +99,7 @@ def precision(dtypes: Sequence[torch.dtype]) -> float:
 
 
 def loosely(floor: float | None, tensors: Sequence[Tensor | None]) -> Tolerance:
-    """A tolerance that allows for rounding, where accuracy is not what is checked.
-
-    Args:
-        floor: the caller's floor.
-        tensors: all tensors of the computation.
-    """
+    """A tolerance that allows for rounding, where accuracy is not what is checked."""
     some = [t for t in tensors if t is not None]
     lower = {autocast_dtype(t.device) for t in some}
     dtypes = [*(t.dtype for t in some), *(dtype for dtype in lower if dtype is not None)]
@@ -168,13 +160,7 @@ class Comparison(NamedTuple):
                 self._check_value(f"gradient of {name}", own, theirs, truth, floor, value)
 
     def _check_value(
-        self,
-        name: str,
-        ours: Tensor,
-        plain: Tensor,
-        exact: Tensor,
-        floor: float,
-        value: str = "",
+        self, name: str, ours: Tensor, plain: Tensor, exact: Tensor, floor: float, value: str = ""
     ) -> None:
         found = deviation(ours, plain, exact, self.tolerance.factor, floor)
         if not found.is_wrong:
@@ -214,10 +200,11 @@ Locate = Callable[
 ]  # fmt: skip
 
 
+@dataclass
 class Reference:
     """What results are compared with: plain torch in the same dtype, and float64.
 
-    Args:
+    Attributes:
         plain, exact: the two, with parameters of their own.
         inputs: of the call, by name, in its dtype.
         peer: what ``plain`` is, for messages.
@@ -226,22 +213,14 @@ class Reference:
             ``exact``, the inputs of each, the variant, the tolerance and the incoming gradients.
     """
 
-    def __init__(
-        self,
-        plain: Subject,
-        exact: Subject,
-        inputs: Mapping[str, Tensor],
-        tolerance: Tolerance,
-        peer: str,
-        *,
-        lower: torch.dtype | None = None,
-        locate: Locate | None = None,
-    ) -> None:
-        self._locate = locate
-        self._plain, self._exact = plain, exact
-        self._inputs = inputs
-        self._tolerance, self._peer, self._lower = tolerance, peer, lower
-        self._known: dict[Variant, tuple[Outcome, Outcome]] = {}
+    plain: Subject
+    exact: Subject
+    inputs: Mapping[str, Tensor]
+    tolerance: Tolerance
+    peer: str
+    lower: torch.dtype | None = None
+    locate: Locate | None = None
+    _known: dict[Variant, tuple[Outcome, Outcome]] = field(default_factory=dict, init=False)
 
     def check(self, ours_is: Subject, variant: Variant, where: str) -> None:
         """Calls ``ours_is`` as ``variant`` says and compares the results."""
@@ -273,23 +252,23 @@ class Reference:
         where: str,
     ) -> None:
         # The reference is called without changes after forward.
-        unchanged = dataclasses.replace(variant, name="", replaces=False, sets="")
+        unchanged = replace(variant, name="", replaces=False, sets="")
         if unchanged not in self._known:
             self._known[unchanged] = self._call(inputs, unchanged, ours.grad_outputs)
         plain, exact = self._known[unchanged]
         autocast = torch.is_autocast_enabled(inputs["input"].device.type)
-        tolerance = self._tolerance
+        tolerance = self.tolerance
         if variant.rows == "one":  # so few numbers that plain torch may be exact by chance
             tolerance = loosely(tolerance.floor, list(inputs.values()))
 
         def step() -> str:
-            if self._locate is None:
+            if self.locate is None:
                 return ""
-            subjects = ours_is, self._plain, self._exact
+            subjects = ours_is, self.plain, self.exact
             calls = inputs, inputs, cast(inputs, torch.float64)
-            return self._locate(*subjects, calls, variant, tolerance, ours.grad_outputs)
+            return self.locate(*subjects, calls, variant, tolerance, ours.grad_outputs)
 
-        Comparison(where, ours, plain, exact, tolerance, self._peer, autocast, step).check()
+        Comparison(where, ours, plain, exact, tolerance, self.peer, autocast, step).check()
 
     def _inputs_of(self, variant: Variant) -> Iterator[Mapping[str, Tensor]]:
         """Candidates of inputs with the variant's number of rows; the first accepted one is used.
@@ -297,13 +276,13 @@ class Reference:
         A single row is one entry of all leading dimensions, or else one entry of the first.
         """
         if variant.rows == "all":
-            yield self._inputs
+            yield self.inputs
         elif variant.rows == "none":
-            yield without_rows(self._inputs)
+            yield without_rows(self.inputs)
         else:
-            most = leading_dims(self._inputs["input"])
+            most = leading_dims(self.inputs["input"])
             for dims in dict.fromkeys((most, min(1, most))):
-                inputs = one_row(self._inputs, dims)
+                inputs = one_row(self.inputs, dims)
                 if dims and self._takes(inputs):
                     yield inputs
 
@@ -311,17 +290,17 @@ class Reference:
         """Whether ``plain`` accepts these inputs and returns no NaN."""
         with torch.autocast(inputs["input"].device.type, enabled=self._runs_autocast()):
             try:
-                outcome = call(self._plain, self._in_plain_dtype(inputs), Variant())
+                outcome = call(self.plain, self._in_plain_dtype(inputs), Variant())
             except ERRORS:
                 return False
         return not any(y.isnan().any() for y in outcome.outputs.values())
 
     def _runs_autocast(self) -> bool:
-        kind = self._inputs["input"].device.type
-        return self._lower is None and torch.is_autocast_enabled(kind)
+        kind = self.inputs["input"].device.type
+        return self.lower is None and torch.is_autocast_enabled(kind)
 
     def _in_plain_dtype(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return inputs if self._lower is None else cast(inputs, self._lower)
+        return inputs if self.lower is None else cast(inputs, self.lower)
 
     def _call(
         self, inputs: Mapping[str, Tensor], variant: Variant, grad_outputs: Mapping[str, Tensor]
@@ -329,10 +308,10 @@ class Reference:
         kind = inputs["input"].device.type
         with torch.autocast(kind, enabled=self._runs_autocast()):
             low = self._in_plain_dtype(inputs)
-            plain = call(self._plain, low, variant, grad_outputs=grad_outputs)
+            plain = call(self.plain, low, variant, grad_outputs=grad_outputs)
         with torch.autocast(kind, enabled=False):
             double = cast(inputs, torch.float64)
-            exact = call(self._exact, double, variant, grad_outputs=grad_outputs)
+            exact = call(self.exact, double, variant, grad_outputs=grad_outputs)
         return plain, exact
 
 

@@ -129,11 +129,7 @@ def _context(needs: GradNeeds | None, op: BasicOperation) -> OperationContext:
 
 
 def check_saved_by(
-    fusion: str,
-    seq: Sequential,
-    inputs: Mapping[str, Tensor],
-    tolerance: Tolerance,
-    where: str,
+    fusion: str, seq: Sequential, inputs: Mapping[str, Tensor], tolerance: Tolerance, where: str
 ) -> None:
     """Compares what a forward fusion saves for each operation with what the operation saves."""
     fused = fill(seq, inputs, [fusion], where)

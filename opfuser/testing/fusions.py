@@ -214,8 +214,7 @@ def _check_again(
         check_saving(handle, changed, inputs, parameters_of(changed), [Variant()], where, unread)
 
     again = Again(
-        seq,
-        copy.deepcopy(seq),
+        (seq, copy.deepcopy(seq)),
         lambda one: _subject(one, pairing.fusions),
         lambda one: _subject(one, frozenset()),
         inputs,

@@ -50,9 +50,7 @@ def check_protocol(
     kind = type(op).__name__
     with torch.no_grad(), checked_results(where):
         result = op.fuser_backward(
-            [ctx],
-            grads.pop("output"),
-            basic_op_grad_extra_outputs=[list(grads.values())],
+            [ctx], grads.pop("output"), basic_op_grad_extra_outputs=[list(grads.values())]
         )
         dx, dparams, dextras = backward_parts(kind, result)
     watched.check(where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +22,25 @@ from .variants import Variant
 Run = Callable[[Sequential], Subject]
 
 
+@dataclass
 class Again:
     """A sequence that has been called, and a copy that is never fused.
 
     Both are changed in one way after another, and called after each: the results must agree up to
     rounding. A value from before the change would differ in the first digits.
 
-    Args:
-        seq: the sequence; the changes are not undone.
-        twin: the copy.
+    Attributes:
+        seqs: the sequence, in which the changes are not undone, and the copy.
         fused, unfused: how to call either.
         inputs: of the calls, by name.
         floor: the caller's floor.
     """
 
-    def __init__(
-        self,
-        seq: Sequential,
-        twin: Sequential,
-        fused: Run,
-        unfused: Run,
-        inputs: Mapping[str, Tensor],
-        floor: float | None,
-    ) -> None:
-        self._seqs = seq, twin
-        self._fused, self._unfused = fused, unfused
-        self._inputs, self._floor = inputs, floor
+    seqs: tuple[Sequential, Sequential]
+    fused: Run
+    unfused: Run
+    inputs: Mapping[str, Tensor]
+    floor: float | None
 
     def check(self, where: str) -> None:
         """Applies each change and compares the calls after it."""
@@ -54,7 +48,7 @@ class Again:
             (change_parameters, "parameters changed in place between two calls"),
             (replace_parameters, "parameters replaced between two calls"),
         ):
-            for seq in self._seqs:
+            for seq in self.seqs:
                 change(seq)
             self._compare(f"{where}, {name}")
         self._check_numbers(where)
@@ -62,7 +56,7 @@ class Again:
 
     def _check_numbers(self, where: str) -> None:
         """All numbers at once, set between two calls and then again during forward."""
-        seq, twin = self._seqs
+        seq, twin = self.seqs
         before = attributes(twin, NUMBERS)
         accepted = self._accepted(before)
         if not accepted:
@@ -73,20 +67,20 @@ class Again:
         back = {path: before[path] for path in accepted}
         ours, theirs = (
             run(Sequential(_Assigns(list(seq), back), *seq))
-            for run, seq in zip((self._fused, self._unfused), self._seqs)
+            for run, seq in zip((self.fused, self.unfused), self.seqs)
         )
         name = f"{where}, during forward {_listed(back)}"
-        self._check_one(ours, theirs, call(theirs, self._inputs, Variant()), name)
+        self._check_one(ours, theirs, call(theirs, self.inputs, Variant()), name)
 
     def _check_flags(self, where: str) -> None:
         """One flag at a time, as many fusions do not match once it is set."""
-        seq, twin = self._seqs
+        seq, twin = self.seqs
         for path, value in attributes(twin, (bool,)).items():
             expected = self._expected() if assign(twin, path, not value) else None
             if expected is not None:
                 assign(seq, path, not value)
                 name = f"{where}, between two calls {path} = {not value}"
-                self._check_one(self._fused(seq), self._unfused(twin), expected, name)
+                self._check_one(self.fused(seq), self.unfused(twin), expected, name)
                 assign(seq, path, value)
             assign(twin, path, value)
 
@@ -98,21 +92,21 @@ class Again:
         Args:
             check: a further check of the sequence in another dtype, given inputs and text.
         """
-        given = self._inputs["input"]
+        given = self.inputs["input"]
         if torch.is_autocast_enabled(given.device.type):
             return
         dtype = torch.bfloat16 if given.dtype == torch.float32 else torch.float32
-        self._inputs = cast(self._inputs, dtype)
+        self.inputs = cast(self.inputs, dtype)
         self._compare(f"{where}, input in {dtype} and parameters not", may_fail=True)
-        for seq in self._seqs:
+        for seq in self.seqs:
             seq.to(dtype)
         where = f"{where}, all in {dtype} between two calls"
         if self._compare(where, may_fail=True):
-            check(self._seqs[0], self._inputs, where)
+            check(self.seqs[0], self.inputs, where)
 
     def _accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Sets attributes of the twin to other values with which it still runs; returns these."""
-        twin = self._seqs[1]
+        twin = self.seqs[1]
         out = {path: other(v) for path, v in values.items() if assign(twin, path, other(v))}
         if self._expected() is not None:
             return out
@@ -127,12 +121,12 @@ class Again:
 
     def _expected(self) -> Outcome | None:
         """The outcome of the twin; None if it fails or its results are not finite."""
-        twin, inputs = self._seqs[1], self._inputs
+        twin, inputs = self.seqs[1], self.inputs
         try:
             if _may_assert(inputs):
                 on_cpu = {name: t.cpu() for name, t in inputs.items()}
-                call(self._unfused(copy.deepcopy(twin).cpu()), on_cpu, Variant())
-            outcome = call(self._unfused(twin), inputs, Variant())
+                call(self.unfused(copy.deepcopy(twin).cpu()), on_cpu, Variant())
+            outcome = call(self.unfused(twin), inputs, Variant())
         except ERRORS:
             return None
         made = (*outcome.outputs.values(), *outcome.grads.values())
@@ -143,7 +137,7 @@ class Again:
         expected = self._expected()
         if expected is None:
             return False
-        fused, unfused = self._fused(self._seqs[0]), self._unfused(self._seqs[1])
+        fused, unfused = self.fused(self.seqs[0]), self.unfused(self.seqs[1])
         return self._check_one(fused, unfused, expected, where, may_fail=may_fail)
 
     def _check_one(
@@ -157,17 +151,17 @@ class Again:
     ) -> bool:
         """Whether the call succeeded; it may fail if ``may_fail``, but not be wrong."""
         try:
-            ours = call(subject, self._inputs, Variant())
+            ours = call(subject, self.inputs, Variant())
         except ERRORS as error:
             if may_fail:
                 return False
             raise AssertionError(failed(where, error)) from error
-        own = self._seqs[1].parameters()
-        tolerance = loosely(self._floor, [*self._inputs.values(), *own])
-        autocast = torch.is_autocast_enabled(self._inputs["input"].device.type)
+        own = self.seqs[1].parameters()
+        tolerance = loosely(self.floor, [*self.inputs.values(), *own])
+        autocast = torch.is_autocast_enabled(self.inputs["input"].device.type)
 
         def step() -> str:
-            calls = [self._inputs] * 3
+            calls = [self.inputs] * 3
             grads = ours.grad_outputs
             return first_deviation(subject, peer, peer, calls, Variant(), tolerance, grads)
 

@@ -40,10 +40,6 @@ def run_backward(
     """Calls the backward of one step with the contexts of a forward.
 
     Args:
-        filled: the forward.
-        step: of the backward pass.
-        grad_output: gradient of its output.
-        grad_extras: gradients of the extra outputs of each operation.
         saved: the tensors of each operation in place of those that forward saved.
     """
     saved = (
@@ -97,8 +93,6 @@ def first_deviation(
     Args:
         ours, plain, exact: sequences with the fusions that are on in their calls.
         calls: the inputs of each of the three.
-        variant: how they are called.
-        grad_outputs: incoming gradients, by output.
     """
     try:
         low = torch.is_autocast_enabled(calls[0]["input"].device.type)

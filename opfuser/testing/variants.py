@@ -42,11 +42,7 @@ class Variant:
 
 
 def wanting(*, parameters: int, extra_inputs: bool) -> list[Variant]:
-    """The variants of wanted gradients that make a difference.
-
-    Args:
-        parameters: their number.
-    """
+    """The variants of wanted gradients that make a difference."""
     out = [Variant()]
     if parameters or extra_inputs:
         out.append(Variant("only the input requires grad", wrt="input"))

@@ -25,13 +25,8 @@ from opfuser.kernels.functions import (
     SquaredRelu,
     Swish,
 )
-from opfuser.kernels.gated import (
-    Glu,
-    gated_backward,
-    gated_backward_,
-    gated_forward,
-    product_spec,
-)
+from opfuser.kernels.gated import gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.gated_plain import Glu, product_spec
 from opfuser.kernels.launch import runs
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.accuracy import assert_accurate

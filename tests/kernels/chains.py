@@ -22,7 +22,8 @@ from opfuser import (
     SReLU,
 )
 from opfuser.kernels import functions
-from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link, draw_seed
+from opfuser.kernels.philox import draw_seed
+from opfuser.kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from opfuser.kernels.scalar import ScalarFunction
 
 

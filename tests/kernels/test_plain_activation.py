@@ -10,13 +10,8 @@ from torch import Tensor
 
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.functions import Swish
-from opfuser.kernels.gated import (
-    Glu,
-    gated_backward,
-    gated_backward_,
-    gated_forward,
-    product_spec,
-)
+from opfuser.kernels.gated import gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.gated_plain import Glu, product_spec
 from opfuser.kernels.launch import INTERPRETED, recorded
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.activations import (

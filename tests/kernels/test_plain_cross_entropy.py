@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels.cross_entropy import Terms as OfRows
 from opfuser.kernels.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -14,6 +13,7 @@ from opfuser.kernels.cross_entropy import (
     cross_entropy_mean,
     scaled,
 )
+from opfuser.kernels.cross_entropy_plain import Terms as OfRows
 from opfuser.kernels.launch import INTERPRETED, recorded
 from tests.kernels.cross_entropies import (
     ALL_TERMS,

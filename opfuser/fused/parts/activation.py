@@ -17,16 +17,16 @@ from ...context import Contexts, Extras, OperationContext
 from ...fusion import Refusal
 from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
-from ...kernels.gated import ProductSpec, gated_backward, gated_backward_, gated_forward
+from ...kernels.gated import gated_backward, gated_backward_, gated_forward
+from ...kernels.gated_plain import ProductSpec
 from ...kernels.gated_quantized import (
-    SAVED,
-    GatedGrads,
     fills_blocks,
     gated_backward_quantized,
     gated_forward_and_input,
     gated_forward_quantized,
     quantize_input,
 )
+from ...kernels.gated_quantized_plain import SAVED, GatedGrads
 from ...kernels.quantize import Codes, Scaling
 from ...kernels.scalar import cast
 from ...op import in_compute_dtype
@@ -34,14 +34,6 @@ from ...quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from .._linear import insist
 from .part import Gradients, Part, PartGrads, Value, Wanted
 from .quantized_linear import QuantizedLinearPart
-
-__all__ = [
-    "ACTIVATIONS",
-    "PLAIN_ACTIVATIONS",
-    "Activation",
-    "ActivationPart",
-    "bias_refusal",
-]
 
 ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
 
@@ -69,9 +61,6 @@ class ActivationPart(Part):
     each block of 128 columns lies within gates or linear units.
 
     Args:
-        bias: the bias, or None.
-        activation: the activation.
-        where: names the fused operation in errors.
         behind: the part behind if it is quantised; None: the input is saved as it is.
 
     Raises:
@@ -266,7 +255,5 @@ def _gradients_quantized(
     if db is not None and bias is not None:
         db = cast(db, bias.dtype)
     return _Grads(
-        QuantizedTensor(grads.dx, x.shape, x.dtype),
-        db,
-        QuantizedTensor(grads.h, dy.shape, x.dtype),
+        QuantizedTensor(grads.dx, x.shape, x.dtype), db, QuantizedTensor(grads.h, dy.shape, x.dtype)
     )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...basic.activation import _Activation
+from ...basic.activation import ACTIVATIONS, _Activation
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import Bias
 from ...basic.constant_scale import ConstantScale
@@ -19,24 +19,16 @@ from ...errors import NotSupportedError
 from ...fusion import Env, Refusal
 from ...kernels.functions import Scale
 from ...kernels.launch import INTERPRETED
-from ...kernels.pointwise import (
-    ADD,
-    BIAS,
-    DROPOUT,
-    FUNCTION,
-    KEEP,
-    MAX_OPERANDS,
-    Chain,
-    Link,
-    draw_seed,
-)
+from ...kernels.philox import draw_seed
+from ...kernels.pointwise import Chain
+from ...kernels.pointwise_launch import MAX_OPERANDS
+from ...kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from ...op import BasicOperation, FusibleOperation
 from ...quantization.quantizers import Quantizer
 from .._residual_sum import CHAIN
-from .activation import PLAIN_ACTIVATIONS
 from .part import Gradients, Part, PartGrads, Wanted
 
-_ACCEPTED = frozenset((*PLAIN_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
+_ACCEPTED = frozenset((*ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
 _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 
@@ -94,10 +86,6 @@ class ChainPart(Part):
 
     Saves the seeds of dropouts and what derivatives are computed from: the input, and sums with
     extra inputs.
-
-    Args:
-        ops: the operations, in forward order.
-        where: names the fused operation in errors.
 
     Raises:
         NotSupportedError: an operation is not element-wise, or too many have a tensor.
@@ -160,9 +148,6 @@ class ChainPart(Part):
         """Saves what backward reads, if it will run.
 
         Args:
-            ctxs: contexts.
-            call: the call.
-            x: the input.
             kept: the sums that the kernel wrote.
         """
         ctx, (chain, owners, operands, dtypes) = ctxs[0], call

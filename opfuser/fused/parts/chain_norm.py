@@ -25,10 +25,7 @@ class ChainNormPart(Part):
     not the norm's output.
 
     Args:
-        before: the element-wise operations, in forward order.
         make_extra: what publishes the result of the chain, or None.
-        norm: the norm.
-        where: names the fused operation in errors.
 
     Raises:
         NotSupportedError: as :class:`ChainPart`.

@@ -15,14 +15,7 @@ from ...context import Contexts, Extras
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from ...quantization.quantizers import Quantizer
-from .._linear import (
-    AnyBias,
-    AnyLinear,
-    backward_refusal,
-    forward_refusal,
-    insist,
-    linear_sum,
-)
+from .._linear import AnyBias, AnyLinear, backward_refusal, forward_refusal, insist, linear_sum
 from .part import Gradients, Part, PartGrads, Wanted
 
 
@@ -43,9 +36,6 @@ class LinearPart(Part):
     Saves the weight, and its input unless the part before recomputes it.
 
     Args:
-        linear: the linear operation.
-        bias: the bias, or None.
-        where: names the fused operation in errors.
         add: the sum with an extra input, which comes last in the fused operation, or None.
 
     Raises:

@@ -25,10 +25,7 @@ class NormPart(Part):
     keeps_input: ClassVar[bool] = True
 
     def __init__(
-        self,
-        add: AddExtraInput | None,
-        make_extra: MakeExtraOutput | None,
-        norm: Norm,
+        self, add: AddExtraInput | None, make_extra: MakeExtraOutput | None, norm: Norm
     ) -> None:
         self.ops = tuple(op for op in (add, make_extra, norm) if op is not None)
         self.add, self.norm = add, norm

@@ -103,7 +103,6 @@ class Part:
         """The output, and for each operation its extra outputs.
 
         Args:
-            ctxs: contexts.
             x: the input; quantised only as :meth:`input_quantizer` says.
             extras: for each operation its extra inputs.
             save_input: whether to save the input; if not, backward receives it.
@@ -128,11 +127,9 @@ class Part:
         """The gradients, and the output if it is wanted and costs less than :meth:`recompute`.
 
         Args:
-            ctxs: contexts.
             dy: gradient of the output; all dimensions but the last may be flattened to one.
             x: the recomputed input, which may be overwritten; None if forward saved it.
             grad_extras: for each operation the gradients of its extra outputs.
-            wanted: by the neighbours.
         """
         raise NotImplementedError
 

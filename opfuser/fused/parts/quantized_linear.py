@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import gemm
-from ...basic._distributed import (
-    gather_input,
-    gather_output_grad,
-    reduce_input_grad,
-    reduce_output,
-)
+from ...basic._distributed import gather_input, gather_output_grad, reduce_input_grad, reduce_output
 from ...basic._weight_grad import ScaledProduct, WeightGradient
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
@@ -23,12 +18,7 @@ from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes, amax_of
 from ...kernels.scalar import cast
 from ...quantization.products import accumulation
-from ...quantization.quantizers import (
-    OperandQuantizer,
-    QuantizedTensor,
-    Quantizer,
-    kept_weights,
-)
+from ...quantization.quantizers import OperandQuantizer, QuantizedTensor, Quantizer, kept_weights
 from ...quantization.weights import decode_weight
 from ...recipe import Recipe
 from .._linear import AnyBias, AnyLinear
@@ -86,10 +76,6 @@ class QuantizedLinearPart(LinearPart):
     Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
     gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
     saved, but that of this rank, and gathered again in backward.
-
-    Args:
-        linear, bias, where, add: as of :class:`LinearPart`.
-        recipe: how it is quantised.
     """
 
     communicates: ClassVar[bool] = True
@@ -193,12 +179,7 @@ class QuantizedLinearPart(LinearPart):
         return recipe.fprop == "fp8" and (of_weight or of_input or self.recomputed)
 
     def _product(
-        self,
-        ctx: OperationContext,
-        x: Any,
-        codes: Codes | None,
-        weight: _Weight,
-        b: Tensor | None,
+        self, ctx: OperationContext, x: Any, codes: Codes | None, weight: _Weight, b: Tensor | None
     ) -> Tensor:
         if self.recipe.fprop != "fp8":
             return gemm.forward(x, weight.in_high_precision(x.dtype), b)

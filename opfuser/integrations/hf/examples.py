@@ -23,8 +23,6 @@ def input_shape(model: nn.Module, rows: int, tokens: int) -> tuple[str, tuple[in
     """The name and the shape of the one input that a model needs; None if it needs another.
 
     Args:
-        model: of transformers.
-        rows: of the batch.
         tokens: in a row, at most.
     """
     config: Any = model.config

@@ -37,24 +37,26 @@ def _same(*names: str) -> tuple[Argument, ...]:
     return tuple(Argument(name, name, name) for name in names)
 
 
+def _private(*names: str) -> tuple[Argument, ...]:
+    """Arguments that te.ops keeps under the name with an underscore."""
+    return tuple(Argument(name, f"_{name}", name) for name in names)
+
+
 _CACHED = _same("cache_quantized_input")
 _SCALED = _same("glu_interleave_size", "activation_recompute_in_mlp")
 _CAPS = _same("beta1", "beta2")
 _CLAMPS = _same("limit", "alpha", "glu_linear_offset")
 _SHARDING = _same("tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel")
-_RNG = Argument(
-    "rng_state_tracker_function", "_rng_state_tracker_function", "_rng_state_tracker_function"
-)
-_MAIN_GRAD = Argument(
-    "accumulate_into_main_grad", "_accumulate_into_main_grad", "accumulate_into_main_grad"
-)
+_TRACKER = "rng_state_tracker_function"
+_RNG = Argument(_TRACKER, f"_{_TRACKER}", f"_{_TRACKER}")
+(_MAIN_GRAD,) = _private("accumulate_into_main_grad")
 _RECIPE = Argument("recipe", None, "recipe", "inherit")
 _STORED = Argument("weight_format", None, "weight_format")
 _TRANSPOSED = Argument("weight_transposed", None, "weight_transposed", False)
 _GROUP = _same("process_group")
 _SEQUENCE_DIM = Argument("sequence_dim", None, "sharding.sequence_dim", 0)
 _DIM = Argument("dim", None, "dim", 0)
-_IN_PLACE = (Argument("in_place", "_in_place", "in_place"),)
+_IN_PLACE = _private("in_place")
 _NORM = (
     Argument("normalized_shape", "weight.shape", "normalized_shape"),
     *_same("eps", "zero_centered_gamma"),
@@ -80,17 +82,14 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
         _SEQUENCE_DIM,
         Argument("userbuffers_options", "_userbuffers_options", None),
     ),
-    "Bias": (
-        Argument("size", "_size", "size"),
-        *_same("tensor_parallel", "tensor_parallel_group"),
-    ),
+    "Bias": (*_private("size"), *_same("tensor_parallel", "tensor_parallel_group")),
     "ConstantScale": _same("scale"),
     "Dropout": (Argument("p", "dropout_probability", "dropout_probability"),),
     "GELU": (*_CACHED, Argument("approximate", None, "approximate", "tanh")),
     "GroupedLinear": (
         *_same("num_groups", "in_features", "out_features"),
         Argument("bias", "use_bias", "use_bias"),
-        Argument("scale_bias", "_scale_bias", "scale_bias"),
+        *_private("scale_bias"),
         Argument("delay_wgrad_compute", "need_backward_dw", "delay_wgrad_compute"),
         _RNG,
         _MAIN_GRAD,
@@ -102,18 +101,9 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     "L2Normalization": _same("eps"),
     "LayerNorm": _NORM,
     "Linear": (
-        Argument("in_features", "basic_ops.0.in_features", "in_features"),
-        Argument("out_features", "basic_ops.0.out_features", "out_features"),
-        Argument(
-            "accumulate_into_main_grad",
-            "basic_ops.0._accumulate_into_main_grad",
-            "accumulate_into_main_grad",
-        ),
-        Argument(
-            "rng_state_tracker_function",
-            "basic_ops.0._rng_state_tracker_function",
-            "basic_ops.0._rng_state_tracker_function",
-        ),
+        *(a._replace(there=f"basic_ops.0.{a.there}") for a in _same("in_features", "out_features")),
+        _MAIN_GRAD._replace(there=f"basic_ops.0.{_MAIN_GRAD.there}"),
+        Argument(_TRACKER, f"basic_ops.0._{_TRACKER}", f"basic_ops.0._{_TRACKER}"),
         _RECIPE,
         _STORED,
         _TRANSPOSED,
@@ -125,11 +115,8 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     ),
     "RMSNorm": _NORM,
     "ReduceScatter": (*_GROUP, _DIM),
-    "Reshape": (Argument("shape", "_shape", "shape"),),
-    "ScaledClampedQGeGLU": (
-        *(Argument(a.name, f"_clamped.{a.name}", a.name) for a in _CLAMPS),
-        *_SCALED,
-    ),
+    "Reshape": _private("shape"),
+    "ScaledClampedQGeGLU": (*(a._replace(there=f"_clamped.{a.name}") for a in _CLAMPS), *_SCALED),
     "ScaledSReLU": _same("activation_recompute_in_mlp"),
     "ScaledSiTUGLU": (*_CAPS, *_SCALED),
     "ScaledSwiGLU": _SCALED,
@@ -191,11 +178,6 @@ def from_te_operation(op: Any) -> nn.Module:
 
 def to_te_operation(op: FusibleOperation, classes: Any, channel: Callable[[str], str]) -> Any:
     """Makes the operation of te.ops for one of opfuser, with its parameters and channels.
-
-    Args:
-        op: the operation.
-        classes: the module ``transformer_engine.pytorch.ops``.
-        channel: names a channel there.
 
     Raises:
         NotSupportedError: there is none of its kind, or an option has no counterpart.

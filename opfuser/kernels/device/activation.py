@@ -41,17 +41,11 @@ def backward_flat(
 
 @triton.jit
 def forward_rows(
-    x_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    cols,
-    x_stride,
-    F: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):  # x, y (R, C), bias (C,) or None
+    x_ptr, bias_ptr, y_ptr,
+    rows, cols, x_stride,
+    F: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    # x, y (R, C), bias (C,) or None
     """``y = f(x + b)``, a tile per program; tiles along a row are neighbours."""
     blocks = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -67,23 +61,12 @@ def forward_rows(
 
 @triton.jit
 def backward_rows(
-    dy_ptr,
-    x_ptr,
-    bias_ptr,
-    dx_ptr,
-    y_ptr,
-    db_ptr,
-    rows,
-    cols,
-    dy_stride,
-    x_stride,
-    slices,
-    F: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, y_ptr, db_ptr,
+    rows, cols, dy_stride, x_stride, slices,
+    F: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     AHEAD: tl.constexpr,
-):  # dy, x, dx, y (R, C), bias (C,), db (S, C)
+):  # fmt: skip
+    # dy, x, dx, y (R, C), bias (C,), db (S, C)
     """``dx = dy f'(x + b)``, ``y = f(x + b)`` and sums of dx over rows; what is None is left out.
 
     A program takes one block of columns, and in it slice s of the rows: every S-th tile from the

@@ -28,16 +28,10 @@ def _columns(first, cols, INTERLEAVE: tl.constexpr, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def _load(
-    x_ptr,
-    below,
-    first,
-    cols,
-    UP: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    x_ptr, below, first, cols,
+    UP: tl.constexpr, INTERLEAVE: tl.constexpr, NARROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     """Gates and linear units of a tile, in fp32: without UP both are the gates.
 
     ``x_ptr`` points to its rows, ``below`` says which of them there are: (BLOCK_ROWS, 1).
@@ -61,20 +55,10 @@ def _load(
 
 @triton.jit
 def _store(
-    dx_ptr,
-    row,
-    stride,
-    da,
-    db,
-    below,
-    first,
-    cols,
-    UP: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    dx_ptr, row, stride, da, db, below, first, cols,
+    UP: tl.constexpr, INTERLEAVE: tl.constexpr, NARROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     """Writes a tile of the gradient of x, as :func:`_load` reads x."""
     if NARROW:
         dtype = dx_ptr.dtype.element_ty
@@ -94,21 +78,13 @@ def _store(
 
 @triton.jit
 def forward(
-    x_ptr,
-    scales_ptr,
-    y_ptr,
-    rows,
-    cols,
-    x_stride,
-    GATE: tl.constexpr,
-    GATE_P: tl.constexpr,
-    UP: tl.constexpr,
-    UP_P: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    x_ptr, scales_ptr, y_ptr,
+    rows, cols, x_stride,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    INTERLEAVE: tl.constexpr, NARROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):  # x (R, 2F), scales (R,) or None, y (R, F)
+):  # fmt: skip
+    # x (R, 2F), scales (R,) or None, y (R, F)
     """``y = g(a) u(b) s``, a tile per program; tiles along a row are neighbours."""
     blocks = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -130,27 +106,12 @@ def forward(
 
 @triton.jit
 def _backward_tile(
-    dy_ptr,
-    x_ptr,
-    dx_ptr,
-    y_ptr,
-    scales,
-    row,
-    first,
-    rows,
-    cols,
-    dy_stride,
-    x_stride,
-    dx_stride,
-    GATE: tl.constexpr,
-    GATE_P: tl.constexpr,
-    UP: tl.constexpr,
-    UP_P: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, y_ptr,
+    scales, row, first, rows, cols, dy_stride, x_stride, dx_stride,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    INTERLEAVE: tl.constexpr, NARROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of a tile; returns ``dy g(a) u(b)``, whose row sums are those of the scales.
 
     Reads all of the tile before it writes, so that dx may be x.
@@ -185,26 +146,13 @@ def _backward_tile(
 
 @triton.jit
 def backward(
-    dy_ptr,
-    x_ptr,
-    scales_ptr,
-    dx_ptr,
-    dscales_ptr,
-    y_ptr,
-    rows,
-    cols,
-    dy_stride,
-    x_stride,
-    dx_stride,
-    GATE: tl.constexpr,
-    GATE_P: tl.constexpr,
-    UP: tl.constexpr,
-    UP_P: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    NARROW: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    dy_ptr, x_ptr, scales_ptr, dx_ptr, dscales_ptr, y_ptr,
+    rows, cols, dy_stride, x_stride, dx_stride,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    INTERLEAVE: tl.constexpr, NARROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):  # dy, y (R, F), x, dx (R, 2F), scales, dscales (R,)
+):  # fmt: skip
+    # dy, y (R, F), x, dx (R, 2F), scales, dscales (R,)
     """Gradients of x and of the scales, and ``y``; what is None is left out.
 
     A tile per program, as in forward; whole rows per program if there are row sums to make.

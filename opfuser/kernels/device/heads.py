@@ -14,15 +14,10 @@ from .store import store_flat
 
 @triton.jit
 def load(
-    ptr,
-    offsets,
-    mask,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    ptr, offsets, mask,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):
+):  # fmt: skip
     """Pairs a, b (N, BLOCK_P) and tail (N, BLOCK_T) of the heads at ``offsets`` (N, 1), in fp32."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK_P)[None, :]
@@ -43,18 +38,10 @@ def load(
 
 @triton.jit
 def store(
-    ptr,
-    offsets,
-    a,
-    b,
-    t,
-    mask,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    ptr, offsets, a, b, t, mask,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
-):
+):  # fmt: skip
     """Puts back what ``load`` has loaded."""
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK_P)[None, :]
@@ -72,16 +59,11 @@ def store(
 
 @triton.jit
 def scale(
-    q_weight_ptr,
-    k_weight_ptr,
+    q_weight_ptr, k_weight_ptr,
     is_key,
-    ZERO_CENTERED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    ZERO_CENTERED: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """What the entries of a head are multiplied by, laid out as ``load`` does."""
     at, all_ = tl.zeros((1, 1), tl.int32), tl.full((1, 1), 1, tl.int1)
     if is_key:
@@ -106,15 +88,10 @@ def turn(a, b, cos_ptr, sin_ptr, place, PAIRS: tl.constexpr, BLOCK_P: tl.constex
 
 @triton.jit
 def heads(
-    tile,
-    is_key,
-    QUERIES: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    Q_TILES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    K_ROWS: tl.constexpr,
-):
+    tile, is_key,
+    QUERIES: tl.constexpr, ACTIVE: tl.constexpr, Q_TILES: tl.constexpr, BLOCK_H: tl.constexpr,
+    Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr,
+):  # fmt: skip
     """The heads of a tile, in which row each is, which of them exist, and the number of rows."""
     i = tl.arange(0, BLOCK_H)
     q_heads: tl.constexpr = BLOCK_H // Q_ROWS

@@ -35,14 +35,10 @@ KEEP = tl.constexpr(4)
 
 @triton.jit
 def survivors(
-    seed,
-    first_row,
-    first_col,
-    THRESHOLD: tl.constexpr,
-    EIGHT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    seed, first_row, first_col,
+    THRESHOLD: tl.constexpr, EIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     """Which elements of a tile dropout keeps. ``first_col`` and BLOCK_COLS are multiples of four.
 
     Element (r, c) has word c % 4 of Philox at the counter (c // 4, r, 0, 0): four elements share
@@ -93,17 +89,9 @@ def common(operands, first_col, cols, LINKS: tl.constexpr, BLOCK_COLS: tl.conste
 
 @triton.jit
 def apply(
-    z,
-    operands,
-    shared,
-    first_row,
-    first_col,
-    tile,
-    LINKS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
+    z, operands, shared, first_row, first_col, tile,
+    LINKS: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
     """The result of the links on a tile of values in fp32.
 
     Returns the values, and for ``pull_back`` a tuple: the derivatives of functions, and which
@@ -121,18 +109,10 @@ def apply(
 
 @triton.jit
 def _link(
-    z,
-    operands,
-    shared,
-    first_row,
-    first_col,
-    tile,
-    INDEX: tl.constexpr,
-    LINKS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    z, operands, shared, first_row, first_col, tile,
+    INDEX: tl.constexpr, LINKS: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-):
+):  # fmt: skip
     base, at, inside = tile
     derivative = 1.0
     if LINKS[INDEX][0] == FUNCTION:

@@ -20,36 +20,16 @@ from .heads import copy_values, heads, load, scale, store, turn
 
 @triton.jit
 def forward(
-    x_ptr,  # (R, H D)
-    y_ptr,  # (R, H D), contiguous
-    cos_ptr,  # (period or more, P) in fp32
-    sin_ptr,
-    q_weight_ptr,  # (D,)
-    k_weight_ptr,
-    rstd_ptr,  # (R, active) in fp32: written
-    rows,
-    x_stride,
-    period,  # row r turns by the angles in row r % period of the tables
-    eps,
-    QUERIES: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    HEADS: tl.constexpr,
-    Q_TILES: tl.constexpr,
-    K_TILES: tl.constexpr,
-    BACK: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    K_ROWS: tl.constexpr,
-    V_ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    x_ptr, y_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, rstd_ptr,
+    rows, x_stride, period, eps,
+    QUERIES: tl.constexpr, ACTIVE: tl.constexpr, HEADS: tl.constexpr,
+    Q_TILES: tl.constexpr, K_TILES: tl.constexpr, BACK: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, V_ROWS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    # x (R, H D), y as x and contiguous, cos and sin (period or more, P) in fp32, weights (D,); rstd
+    # (R, active) in fp32 is written. Row r turns by the angles in row r % period of the tables.
     """Each program takes one tile of every n-th row, or few rows.
 
     Without norm there are no weights to tell apart, and all heads count as queries.
@@ -97,37 +77,16 @@ def forward(
 
 @triton.jit
 def norm_backward(
-    dy_ptr,  # (R, H D)
-    x_ptr,  # (R, H D): the values are not read
-    dx_ptr,  # (R, H D), contiguous; or None
-    cos_ptr,
-    sin_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    rstd_ptr,
-    partial_ptr,  # (tiles of active heads, programs, D) in fp32: sums for the weights; or None
-    rows,
-    dy_stride,
-    x_stride,
-    period,
-    QUERIES: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    HEADS: tl.constexpr,
-    Q_TILES: tl.constexpr,
-    K_TILES: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    K_ROWS: tl.constexpr,
-    V_ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
+    dy_ptr, x_ptr, dx_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, rstd_ptr, partial_ptr,
+    rows, dy_stride, x_stride, period,
+    QUERIES: tl.constexpr, ACTIVE: tl.constexpr, HEADS: tl.constexpr,
+    Q_TILES: tl.constexpr, K_TILES: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, V_ROWS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    # dy, x (R, H D), of x no values are read; dx as x and contiguous, or None; partial (tiles of
+    # active heads, programs, D) in fp32, sums for the weights, or None.
     """Each program takes one tile of every n-th row, or few rows.
 
     With g the gradient turned back and ``dh = g w``: ``dw = Σ g x rstd`` and

@@ -190,9 +190,6 @@ def fused(found: list[Chain]) -> Iterator[Fused]:
 
     Those that join nothing but what one operation of the model computes are left out, and so are
     those that a later one takes in.
-
-    Args:
-        found: as :func:`chains` returns them.
     """
     plans: dict[Any, Plan | None] = {}
     for chain in found:

@@ -92,9 +92,7 @@ def of_nodes(
     writes those that are needed. It keeps its inputs.
 
     Args:
-        nodes: calls of functions, in order.
         outputs: those whose results others read.
-        instead: the operation, and its inputs.
 
     Returns:
         None if the functions cannot be run without data.
@@ -159,12 +157,6 @@ def of_sequence(
     within: Callable[[], AbstractContextManager[Any]],
 ) -> Cost | None:
     """What a Sequential takes more without fusions than with them.
-
-    Args:
-        sequence: of operations.
-        inputs: input and extra inputs.
-        without: switches fusions off.
-        within: switches them on.
 
     Returns:
         None if it cannot be run without data.

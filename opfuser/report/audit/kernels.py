@@ -172,10 +172,6 @@ def advice(kind: str, gradient: bool) -> tuple[str, Recommendation]:
     """The package that has the kernel to use, and what to do.
 
     A kernel that cannot train is none where gradients are needed; then a new one is due.
-
-    Args:
-        kind: as of :func:`look_up`.
-        gradient: whether the model is trained.
     """
     for kernel in KNOWN.get(kind, ()):
         if kernel.trains or not gradient:

@@ -55,22 +55,12 @@ class Tried(NamedTuple):
     report: Report | None
 
     def computes(self, name: str, nodes: Sequence[fx.Node]) -> bool:
-        """Whether a formula is gone.
-
-        Args:
-            name: of the formula.
-            nodes: the calls of the model before that compute it.
-        """
+        """Whether a formula that calls of the model before computed is gone."""
         paths = paths_of(nodes)
         return not any(map(self._runs, nodes)) and not _holds(self.missed, name, paths)
 
     def fuses(self, name: str, part: Chain) -> bool:
-        """Whether a fusion matches now that did not, or a larger one.
-
-        Args:
-            name: of the fusion.
-            part: the operations of the model before.
-        """
+        """Whether a fusion of a chain of the model before matches now, or a larger one."""
         operations = [f.nodes for f in part.found if f is not None]
         gone = [nodes for nodes in operations if not any(map(self._runs, nodes))]
         paths = paths_of(part.nodes)
@@ -93,11 +83,7 @@ class Tried(NamedTuple):
             yield from (f"{done.path}.{child}".lstrip(".") for child, _ in done.called)
 
     def why_not(self, nodes: Sequence[fx.Node]) -> str:
-        """Why the innermost module that calls all of these functions is kept; empty if it is not.
-
-        Args:
-            nodes: the calls of the model before that compute a finding.
-        """
+        """Why the innermost module that calls all these functions is kept; empty if it is not."""
         paths = paths_of(nodes)
         kept = () if self.report is None else self.report.kept
         around = [k for k in kept if all(under(path, k.path) for path in paths)]
@@ -116,7 +102,6 @@ def tried(target: Target, names: set[str]) -> list[Tried]:
     """What is left of a model's findings after each of the calls that convert models.
 
     Args:
-        target: the model and its inputs; neither changes.
         names: of the fused operations that are missed; nothing is tried if there are none.
     """
     found = []

@@ -102,9 +102,6 @@ def blocked(call: SequenceCall) -> list[Blocked]:
     has a forward of its own or is a subclass, and where fusions were switched off, a plan is made
     of a copy without that, with the same parameters. What it fuses more is what is missed. Fusions
     that refuse for a reason of their own are read from the records.
-
-    Args:
-        call: as the model made it.
     """
     with torch.set_grad_enabled(call.plan.env.grad_enabled):
         try:

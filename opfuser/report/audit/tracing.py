@@ -86,10 +86,6 @@ def trace(model: nn.Module, inputs: Iterable[Tensor]) -> Trace:
 
     Values are computed where the tensors are: on the meta device nothing is. The model's modes
     and parameters stay as they are; buffers change as they do in any call.
-
-    Args:
-        model: any module.
-        inputs: positional arguments of its call.
     """
     given = tuple(inputs)
     recorder = _Recorder(model, given)
@@ -258,7 +254,6 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
     """Whether what a module computes is one node.
 
     Args:
-        module: which is called.
         inside: whether in a Sequential; there a plain module that an operation could replace is an
             obstacle to fusions of the Sequential, and nothing by itself.
     """

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from opfuser.kernels.functions import SquaredRelu
-from opfuser.kernels.gated import (
-    gated_backward,
-    gated_backward_,
-    gated_forward,
-    product_spec,
-)
+from opfuser.kernels.gated import gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.gated_plain import product_spec
 from tests.kernels.activations import (
     PAIRS_OF_DTYPES,
     PAIRS_OF_LAYOUTS,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.functions import Relu, Swish
-from opfuser.kernels.gated import Glu, ProductSpec, gated_backward, gated_forward, product_spec
+from opfuser.kernels.gated import gated_backward, gated_forward
+from opfuser.kernels.gated_plain import Glu, ProductSpec, product_spec
 from opfuser.kernels.gated_quantized import (
     gated_backward_quantized,
     gated_forward_and_input,

@@ -13,17 +13,9 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels import pointwise_plain as plain
-from opfuser.kernels.pointwise import (
-    ADD,
-    BIAS,
-    DROPOUT,
-    FUNCTION,
-    KEEP,
-    Chain,
-    Link,
-    draw_seed,
-    dropout,
-)
+from opfuser.kernels.philox import draw_seed
+from opfuser.kernels.pointwise import Chain, dropout
+from opfuser.kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from tests.kernels.accuracy import assert_accurate
 from tests.kernels.chains import (
     ADDED,

@@ -15,7 +15,8 @@ from opfuser import QKNorm, RotaryEmbedding, Sequential
 from opfuser.kernels import rotary as family
 from opfuser.kernels import rotary_plain
 from opfuser.kernels.launch import recorded
-from opfuser.kernels.rotary import Rotation, qk_norm, qk_norm_backward, rotary
+from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
+from opfuser.kernels.rotary_plain import Rotation
 from tests.kernels.accuracy import assert_accurate, cut_off
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

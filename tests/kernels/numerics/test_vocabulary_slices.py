@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels import cross_entropy
-from opfuser.kernels.cross_entropy import RowLosses
+from opfuser.kernels.cross_entropy_plain import RowLosses
 from opfuser.kernels.vocabulary_slices import (
     Classes,
     merged_losses,
@@ -70,9 +70,7 @@ def check(x: Tensor, targets: Tensor, terms: Terms, sizes: list[int]) -> None:
             got = []
             for part, classes in sliced(x, sizes):
                 of_loss = terms.arguments
-                dx = slice_gradient(
-                    part, targets, row, dloss, divisor, of_loss, classes, in_place=in_place
-                )
+                dx = slice_gradient(part, targets, row, dloss, divisor, of_loss, classes, in_place)
                 assert not dx.numel() or (dx.data_ptr() == part.data_ptr()) == in_place
                 assert dx.dtype == x.dtype
                 got.append(dx)
@@ -103,9 +101,8 @@ def test_terms(name: str, dtype: torch.dtype, sizes: list[int], device: torch.de
 def test_several_tiles(
     sizes: list[int], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("FORWARD", "BACKWARD"):
-        short = cross_entropy.RowRule(1024, 2)
-        monkeypatch.setattr(f"opfuser.kernels.vocabulary_slices.{name}", short)
+    for place in ("vocabulary_slices.FORWARD", "cross_entropy.BACKWARD"):
+        monkeypatch.setattr(f"opfuser.kernels.{place}", cross_entropy.RowRule(1024, 2))
     x = logits(3, sum(sizes), dtype, device)
     check(x, torch.tensor([0, sizes[0], sum(sizes) - 1], device=device), ALL_TERMS["all"], sizes)
 
@@ -120,7 +117,7 @@ def test_rows_of_a_wider_buffer(device: torch.device) -> None:
         row = merged(sliced(x, [cols, cols]), targets, terms)
         one, classes = row.loss.new_ones(()), Classes(cols, 2 * cols)
         apart, own = (
-            slice_gradient(t, targets, row, one, None, terms.arguments, classes, in_place=at)
+            slice_gradient(t, targets, row, one, None, terms.arguments, classes, at)
             for t, at in ((buffer[:, :cols].contiguous(), False), (buffer[:, :cols], True))
         )
         torch.testing.assert_close(own, apart, rtol=1e-6, atol=1e-7)
@@ -151,10 +148,8 @@ def test_ignored_rows_are_not_read(device: torch.device) -> None:
         row = merged(slices, targets, terms)
         assert not row.loss.any()
         for part, classes in slices:
-            dx = slice_gradient(
-                part, targets, row, row.loss.new_ones(()), None, terms.arguments, classes,
-                in_place=False,
-            )  # fmt: skip
+            one = row.loss.new_ones(())
+            dx = slice_gradient(part, targets, row, one, None, terms.arguments, classes, False)
             assert not dx.any()
 
 
@@ -166,9 +161,7 @@ def test_a_target_that_is_no_class_gives_nan(target: int, device: torch.device) 
     assert row.loss.isnan().tolist() == [True, False]
     one = row.loss.new_ones(())
     for part, classes in slices:
-        dx = slice_gradient(
-            part, targets, row, one, None, Terms().arguments, classes, in_place=False
-        )
+        dx = slice_gradient(part, targets, row, one, None, Terms().arguments, classes, False)
         assert dx.isnan().all(1).tolist() == dx.isnan().any(1).tolist() == [True, False]
 
 

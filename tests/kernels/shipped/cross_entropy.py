@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.cross_entropy import (
-    RowLosses,
-    Terms,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_gradient,
     cross_entropy_mean,
     scaled,
 )
+from opfuser.kernels.cross_entropy_plain import RowLosses, Terms
 from opfuser.kernels.vocabulary_slices import (
     Classes,
     slice_gradient,
@@ -51,7 +50,7 @@ def statistics(x: Tensor, *, terms: Terms) -> object:
 
 def of_slice(x: Tensor, *, terms: Terms) -> object:
     row = RowLosses(OF_ROWS, OF_ROWS, OF_ROWS)
-    return slice_gradient(x, TARGETS, row, NUMBER, COUNT, terms, CLASSES, in_place=True)
+    return slice_gradient(x, TARGETS, row, NUMBER, COUNT, terms, CLASSES, True)
 
 
 SHIPPED = Family()

@@ -13,13 +13,8 @@ from opfuser.kernels.capped_functions import (
     SoftCappedSwish,
 )
 from opfuser.kernels.functions import GeluTanh, SquaredRelu, Swish
-from opfuser.kernels.gated import (
-    Glu,
-    gated_backward,
-    gated_backward_,
-    gated_forward,
-    product_spec,
-)
+from opfuser.kernels.gated import gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.gated_plain import Glu, product_spec
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.shipping import Family, empty
 

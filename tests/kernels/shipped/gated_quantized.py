@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
 from opfuser.kernels.functions import GeluErf, GeluTanh, Relu, SquaredRelu, Swish
-from opfuser.kernels.gated import Glu, product_spec
+from opfuser.kernels.gated_plain import Glu, product_spec
 from opfuser.kernels.gated_quantized import (
     gated_backward_quantized,
     gated_forward_and_input,

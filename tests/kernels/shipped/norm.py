@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels import functions, norm
-from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Chain, Link
+from opfuser.kernels.pointwise import Chain
+from opfuser.kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from tests.kernels.shipping import Family, empty, operands
 
 BF16, FP32 = torch.bfloat16, torch.float32

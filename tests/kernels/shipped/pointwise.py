@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels import functions
-from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Chain, Link
+from opfuser.kernels.pointwise import Chain
+from opfuser.kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.shipping import Family, empty, operands
 

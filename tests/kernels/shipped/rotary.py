@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opfuser.kernels.rotary import Rotation, qk_norm, qk_norm_backward, rotary
+from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
+from opfuser.kernels.rotary_plain import Rotation
 from tests.kernels.shipping import Family, Shipped, empty
 
 
