@@ -63,6 +63,8 @@ class QuantizedGroupedLinear(FusedOperation):
     group. As in :class:`GroupedLinear` they are not checked, and rows past their sum are left
     undefined. Those of MXFP8 and NVFP4 are read by the host, and multiplied group by group.
 
+    The gradient of y is freed once it is rounded, where no bias reads it.
+
     Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
     9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
     with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation
@@ -77,6 +79,8 @@ class QuantizedGroupedLinear(FusedOperation):
         InputError: in forward, as in the operation that it replaces.
         NotSupportedError: in forward, in MXFP8 and NVFP4, if split sizes are on the meta device.
     """
+
+    frees_output_grad = True
 
     @property
     def replayable(self) -> bool:  # type: ignore[override]
@@ -123,6 +127,7 @@ class QuantizedGroupedLinear(FusedOperation):
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
         products = _products(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
+        grad_output = products.encoded(grad_output)  # values are freed before the GEMMs
         return self.linear.backward_by(products, ctx, grad_output)
 
 
@@ -179,7 +184,10 @@ class _QuantizedProducts(GroupedProducts):
     ) -> Tensor:
         if self.recipe.dgrad != "fp8":
             return super().dgrad(dy, weights, groups, out=out)
-        return self.product(self._codes(dy, groups), weights, groups, dy, out, forward=False)
+        codes = self._codes(dy, groups)
+        dx = self.product(codes, weights, groups, dy, out, forward=False)
+        self._grad_codes = codes._replace(rows=None, row_scale=None)
+        return dx
 
     def wgrad(
         self,
@@ -206,6 +214,10 @@ class _QuantizedProducts(GroupedProducts):
                 cols=self.linear.wants_weights(self.ctx) and self.recipe.wgrad == "fp8",
             )
         return self._grad_codes
+
+    def encoded(self, dy: Tensor) -> Any:
+        """The gradient of the output as codes, if nothing but GEMMs of codes reads it."""
+        return dy
 
     def how(self, product: str, device: torch.device, dtype: torch.dtype) -> Accumulation:
         """How a product is computed: by no provider, as none takes groups."""
@@ -247,6 +259,17 @@ class _QuantizedProducts(GroupedProducts):
 
 class _OnDevice(_QuantizedProducts):
     """Products of FP8 codes, which find the groups on the device."""
+
+    def encoded(self, dy: Tensor) -> Any:
+        reads_values = self.linear.has_bias or "bf16" in (self.recipe.dgrad, self.recipe.wgrad)
+        if reads_values or dy.dim() != 2:
+            return dy
+        _, _, *saved = self.ctx.saved_tensors
+        rows = self.output_grad(dy, saved)
+        assert self.ends is not None
+        codes = self._codes(rows, RowGroups(None, self.ends))
+        by_cols = codes if codes.cols is None else codes._replace(rows=None, row_scale=None)
+        return QuantizedTensor(by_cols, dy.shape, rows.dtype)
 
     def reads_sizes(self, x: Tensor, out_features: int) -> bool:
         modes = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
