@@ -376,23 +376,24 @@ def impatient() -> dist.ProcessGroup:
 @check
 def a_token_of_nan_on_one_rank(rank: int, ranks: int) -> None:
     """It is that of one process: other tokens, and experts that it did not choose, see nothing."""
-    one = experts(MOE)
-    ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
-    xs = torch.randn(ranks, 9, D, dtype=torch.float64)
-    xs[ranks - 1, 4, 2] = math.nan
-    mine, x = xs[rank].clone().requires_grad_(), xs.clone().requires_grad_()
-    got, wanted = ours(mine), torch.stack([one(part) for part in x])
-    assert got.isnan().any(1).sum() == (rank == ranks - 1)
-    got.square().sum().backward()
-    wanted.square().sum().backward()
-    compared = [(got, wanted[rank]), (mine.grad, x.grad[rank])]
-    for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
-        assert q.grad.isnan().any(), name
-        compared.append((average(p.grad) * ranks, q.grad))
-    down = one.get_parameter("down.weight").grad
-    assert down.isnan().flatten(1).any(1).sum() == K
-    for found, exact in compared:
-        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+    for factor in (None, 4.0):
+        one = experts(replace(MOE, capacity_factor=factor))
+        ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
+        xs = torch.randn(ranks, 9, D, dtype=torch.float64)
+        xs[ranks - 1, 4, 2] = math.nan
+        mine, x = xs[rank].clone().requires_grad_(), xs.clone().requires_grad_()
+        got, wanted = ours(mine), torch.stack([one(part) for part in x])
+        assert got.isnan().any(1).sum() == (rank == ranks - 1)
+        got.square().sum().backward()
+        wanted.square().sum().backward()
+        compared = [(got, wanted[rank]), (mine.grad, x.grad[rank])]
+        for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+            assert q.grad.isnan().any(), name
+            compared.append((average(p.grad) * ranks, q.grad))
+        down = one.get_parameter("down.weight").grad
+        assert down.isnan().flatten(1).any(1).sum() == K
+        for found, exact in compared:
+            torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 @check
