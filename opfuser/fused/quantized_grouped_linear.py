@@ -132,7 +132,10 @@ class QuantizedGroupedLinear(FusedOperation):
 
 
 class _QuantizedProducts(GroupedProducts):
-    """Products of codes, for one pass of a call; abstract."""
+    """Products of FP8 codes for one pass of a call, which find the groups on the device."""
+
+    # Where the groups end, unless the host knows it.
+    ends: Tensor | None = None
 
     def __init__(
         self,
@@ -215,56 +218,18 @@ class _QuantizedProducts(GroupedProducts):
             )
         return self._grad_codes
 
-    def encoded(self, dy: Tensor) -> Any:
-        """The gradient of the output as codes, if nothing but GEMMs of codes reads it."""
-        return dy
-
     def how(self, product: str, device: torch.device, dtype: torch.dtype) -> Accumulation:
         """How a product is computed: by no provider, as none takes groups."""
         features = self.linear.out_features, self.linear.in_features
         how = accumulation(self.recipe, product, features, dtype, device)
         return how._replace(provider=None)
 
-    # Where the groups end, if products find them on the device.
-    ends: Tensor | None = None
-
-    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
-        """Finds the groups of a forward pass."""
-
-    def quantized(
-        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
-    ) -> Codes:
-        """Codes of the rows of all groups."""
-        raise NotImplementedError
-
-    def product(
-        self,
-        x: Codes,
-        weights: Sequence[Tensor],
-        groups: RowGroups,
-        like: Tensor | QuantizedTensor,
-        out: Tensor | None,
-        *,
-        forward: bool,
-    ) -> Tensor:
-        """The output, or the gradient of the input, in the dtype of ``like`` or to ``out``."""
-        raise NotImplementedError
-
-    def gradient(
-        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
-    ) -> ScaledGroupedProduct:
-        """The gradients of the weights."""
-        raise NotImplementedError
-
-
-class _OnDevice(_QuantizedProducts):
-    """Products of FP8 codes, which find the groups on the device."""
-
     def encoded(self, dy: Tensor) -> Any:
-        reads_values = self.linear.has_bias or "bf16" in (self.recipe.dgrad, self.recipe.wgrad)
-        if reads_values or dy.dim() != 2:
-            return dy
+        """The gradient of the output as codes, if nothing but GEMMs of codes reads it."""
         _, _, *saved = self.ctx.saved_tensors
+        reads_values = self.linear.has_bias or "bf16" in (self.recipe.dgrad, self.recipe.wgrad)
+        if reads_values or dy.dim() != 2 or saved[3] is None:
+            return dy
         rows = self.output_grad(dy, saved)
         assert self.ends is not None
         codes = self._codes(rows, RowGroups(None, self.ends))
@@ -276,6 +241,7 @@ class _OnDevice(_QuantizedProducts):
         return "bf16" in modes and super().reads_sizes(x, out_features)
 
     def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
+        """Finds the groups of a forward pass."""
         ends = groups.ends
         self.ends = group_ends(groups.sizes.to(x.device), x.shape[0]) if ends is None else ends
 
@@ -319,6 +285,9 @@ class _GroupByGroup(_QuantizedProducts):
 
     def reads_sizes(self, x: Tensor, out_features: int) -> bool:
         return True
+
+    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
+        """Nothing."""
 
     def quantized(
         self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
@@ -371,7 +340,7 @@ def _is_small(recipe: Recipe) -> bool:
 def _products(
     linear: GroupedLinear, recipe: Recipe, ctx: OperationContext, used: Tensor | None = None
 ) -> _QuantizedProducts:
-    return (_GroupByGroup if _is_small(recipe) else _OnDevice)(linear, recipe, ctx, used)
+    return (_GroupByGroup if _is_small(recipe) else _QuantizedProducts)(linear, recipe, ctx, used)
 
 
 def _refuses(linear: GroupedLinear, *, env: Env) -> Refusal | None:
