@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InputError, NotSupportedError
+from ..errors import InputError, NotSupportedError, counted, explain
 from ..recording import unwatched
 from ._distributed import gather_into
 
@@ -33,23 +33,29 @@ class Route(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What ranks must agree on in a call, or they wait for each other's data in vain."""
+    """What ranks must agree on in a call, or they wait for each other's data in vain.
+
+    Where rows are ``padded``, each expert has as many as any other, on every rank.
+    """
 
     rows: Tensor
     weights: Tensor | None
     needs_rows: bool
     needs_weights: bool
+    padded: bool
 
     def header(self) -> list[int]:
         """It in integers; :func:`_told` tells it."""
         weights = -1 if self.weights is None else _DTYPES.index(str(self.weights.dtype))
         of_rows = _DTYPES.index(str(self.rows.dtype)), self.rows.shape[1]
-        return [*of_rows, weights, int(self.needs_rows), int(self.needs_weights)]
+        number = self.rows.shape[0] if self.padded else -1
+        return [number, *of_rows, weights, int(self.needs_rows), int(self.needs_weights)]
 
 
 def _told(header: Sequence[int]) -> str:
-    dtype, features, weights, *needs = header
-    text = f"{features} features of {_DTYPES[dtype]}"
+    number, dtype, features, weights, *needs = header
+    text = "" if number < 0 else f"{counted(number, 'row')}, "
+    text += f"{features} features of {_DTYPES[dtype]}"
     text += ", no weights" if weights < 0 else f", weights of {_DTYPES[weights]}"
     named = [name for name, flag in zip(("rows", "weights"), needs) if flag]
     return f"{text}, gradients of {' and '.join(named) or 'nothing'}"
@@ -66,12 +72,15 @@ def refuse_tracing(where: str) -> None:
         )
 
 
-def agree_on_experts(number: int, like: Tensor, group: dist.ProcessGroup | None) -> None:
+def agree_on_experts(
+    number: int, padded: bool, like: Tensor, group: dist.ProcessGroup | None
+) -> None:
     """Raises InputError on every rank if the ranks have different numbers of experts."""
-    own = like.new_tensor([number], dtype=torch.int64)
+    own = like.new_tensor([number, padded], dtype=torch.int64)
     with unwatched("the host reads what ranks agree on"):
-        found = gather_into(own.new_empty(dist.get_world_size(group)), own, group).tolist()
-    _check_alike("have the same number of experts", [f"{n} experts" for n in found])
+        found = gather_into(own.new_empty(2 * dist.get_world_size(group)), own, group).tolist()
+    told = [f"{n} experts" + ", padded" * flag for n, flag in zip(found[::2], found[1::2])]
+    _check_alike("have the same number of experts", told)
 
 
 def route_of(
@@ -79,31 +88,34 @@ def route_of(
 ) -> tuple[Route, Tensor]:
     """The route of rows, and how many of them each of this rank's experts gets, (E / n,).
 
-    The host waits for the device once, as collectives want the sizes there.
+    The host waits for the device once, as collectives want the sizes there; not for padded rows.
 
     Raises:
         InputError: on every rank, if the calls of ranks differ, or the split sizes of one of them
-            do not add up to its rows.
+            do not add up to its rows. Of padded rows the device tells, as of a failed assertion.
     """
     ranks, sizes = dist.get_world_size(group), split_sizes.long()
-    experts = len(sizes) // ranks
+    experts, rows = len(sizes) // ranks, call.rows.shape[0]
     with unwatched("the host reads how many rows ranks exchange"):
-        wrong = (sizes.sum() != call.rows.shape[0]) | (sizes < 0).any()
-        header = torch.cat([wrong.long().view(1), sizes.new_tensor(call.header())])
+        wrong = (sizes.sum() != rows) | (sizes < 0).any()
+        if call.padded:
+            wrong |= (sizes * len(sizes) != rows).any()
+        own = torch.tensor(call.header(), device="cpu").to(sizes.device, non_blocking=True)
+        header = torch.cat([wrong.long().view(1), own])
         message = torch.cat([sizes.view(ranks, -1), header.expand(ranks, -1)], 1)
         received = torch.empty_like(message)
         dist.all_to_all_single(received, message, group=group)
-        counts = received[:, :experts]
-        each = [message[:, :experts].sum(1, True), counts.sum(1, True), received[:, experts:]]
+        counts, told = received[:, :experts], received[:, experts:]
+        if call.padded:
+            alike = ((told == header) & (told[:, :1] == 0)).all()
+            if told.is_cpu and not alike:
+                _check(told.tolist(), padded=True)
+            text = f"All ranks of a group must make the same call, and {_PADDED}"
+            torch.ops.aten._assert_async.msg(alike, explain(text, where="Dispatch"))
+            return _route_of_padded(rows, experts, ranks, sizes)
+        each = [message[:, :experts].sum(1, True), counts.sum(1, True), told]
         host = torch.cat(each, 1).cpu()
-    wrong_on = [f"rank {n}" for n, flag in enumerate(host[:, 2].tolist()) if flag]
-    if wrong_on:
-        raise InputError.explained(
-            "The split sizes must not be negative, and add up to the number of rows",
-            where="Dispatch",
-            received=f"others on {', '.join(wrong_on)}",
-        )
-    _check_alike("make the same call", [_told(own) for own in host[:, 3:].tolist()])
+    _check(host[:, 2:].tolist(), padded=False)
     rank_sizes = host[:, :2].t().contiguous()
     expert_of = (
         torch.arange(experts, device=sizes.device)
@@ -113,12 +125,41 @@ def route_of(
     return Route(expert_of.argsort(stable=True), rank_sizes), counts.sum(0)
 
 
-def _check_alike(what: str, told: Sequence[str]) -> None:
+def _route_of_padded(rows: int, experts: int, ranks: int, like: Tensor) -> tuple[Route, Tensor]:
+    """As :func:`route_of`, from what the host knows."""
+    capacity = rows // (ranks * experts)
+    arrived = torch.arange(rows, device=like.device).view(ranks, experts, capacity)
+    rank_sizes = torch.full((2, ranks), experts * capacity, device="cpu")
+    own_sizes = like.new_full((experts,), ranks * capacity)
+    return Route(arrived.transpose(0, 1).reshape(-1), rank_sizes), own_sizes
+
+
+_ADD_UP = "The split sizes must not be negative, and add up to the number of rows"
+_PADDED = "of padded rows each expert must have as many as any other"
+
+
+def _check(told: Sequence[Sequence[int]], *, padded: bool) -> None:
+    """Raises InputError if sizes of a rank are wrong, or what ranks tell differs."""
+    wrong_on = [f"rank {n}" for n, (wrong, *_) in enumerate(told) if wrong]
+    if wrong_on:
+        raise InputError.explained(
+            f"{_ADD_UP}; {_PADDED}" if padded else _ADD_UP,
+            where="Dispatch",
+            received=f"others on {', '.join(wrong_on)}",
+        )
+    remedy = ""
+    if len({number for _, number, *_ in told}) > 1:
+        remedy = "Give each rank as many tokens, or leave the capacity out"
+    _check_alike("make the same call", [_told(header) for _, *header in told], remedy)
+
+
+def _check_alike(what: str, told: Sequence[str], remedy: str = "") -> None:
     if len({*told}) > 1:
         raise InputError.explained(
             f"All ranks of a group must {what}",
             where="Dispatch",
             received="; ".join(f"rank {n}: {text}" for n, text in enumerate(told)),
+            remedy=remedy,
         )
 
 

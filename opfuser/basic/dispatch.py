@@ -42,8 +42,10 @@ class Dispatch(Collective):
     Each rank sends any number of rows, none too, to any other, and none is dropped. What a call has
     besides goes with the sizes of the rows, which all ranks exchange first: where ranks disagree,
     on the dtype for instance, every one of them says so, and none waits. The host reads those
-    sizes, so that a call waits for the device once. Both passes only copy. In a group of one rank,
-    or where torch.distributed is not initialised, the identity.
+    sizes, so that a call waits for the device once. With ``padded`` they follow from the shape of
+    the input, and nothing waits: ranks disagree where they have other numbers of rows, too, and on
+    a GPU it is the device that fails then. Both passes only copy. In a group of one rank, or where
+    torch.distributed is not initialised, the identity.
 
     Sources: Lepikhin et al., "GShard", 2020; the names are those of DeepSeek-AI's DeepEP.
 
@@ -51,6 +53,8 @@ class Dispatch(Collective):
         num_experts: E, those of all ranks.
         process_group: None is all ranks.
         weighted: whether it takes and returns weights.
+        padded: whether each expert has as many rows as any other, on every rank, as
+            :class:`DropTokens` leaves them.
 
     Raises:
         ArgumentError: ``num_experts`` is not a positive multiple of the ranks.
@@ -64,7 +68,7 @@ class Dispatch(Collective):
     num_extra_outputs: int = 4
     takes_keywords = False
     read_only: ClassVar[frozenset[str]] = frozenset(
-        {"num_experts", "weighted", "num_extra_inputs", "num_extra_outputs"}
+        {"num_experts", "weighted", "padded", "num_extra_inputs", "num_extra_outputs"}
     )
 
     class Saved(NamedTuple):
@@ -77,6 +81,7 @@ class Dispatch(Collective):
         process_group: dist.ProcessGroup | None = None,
         *,
         weighted: bool = True,
+        padded: bool = False,
     ) -> None:
         if not weighted:
             self.num_extra_inputs, self.num_extra_outputs = 1, 3
@@ -89,7 +94,7 @@ class Dispatch(Collective):
                 remedy="Use a group whose size divides them",
             )
         self.num_experts = num_experts
-        self.weighted = weighted
+        self.weighted, self.padded = weighted, padded
         self._agreed: list[bool] = []
 
     def extra_output_dtypes(self, dtypes: Dtypes) -> tuple[torch.dtype, ...]:
@@ -111,11 +116,11 @@ class Dispatch(Collective):
             return input_, [_on_one_rank(input_, split_sizes, weights)]
         refuse_tracing("Dispatch")
         if not self._agreed:
-            agree_on_experts(self.num_experts, split_sizes, group)
+            agree_on_experts(self.num_experts, self.padded, split_sizes, group)
             self._agreed.append(True)  # the number is fixed: once is enough
         needs = ctx.requires_grad and ctx.needs.input
         needs_weights = ctx.requires_grad and self.weighted and ctx.needs.extra_inputs[1]
-        call = Call(input_, weights, needs, needs_weights)
+        call = Call(input_, weights, needs, needs_weights, self.padded)
         route, own_sizes = route_of(split_sizes, call, group)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(*route))
@@ -157,6 +162,8 @@ class Dispatch(Collective):
             invariant = f"There must be ({self.num_experts},) integers, the rows of each expert"
         elif weights is not None and weights.shape != x.shape[:1]:
             invariant = "There must be a weight for each row"
+        elif self.padded and x.shape[0] % self.num_experts:
+            invariant = f"Padded rows must be a multiple of the {self.num_experts} experts"
         if invariant:
             received = f"input {tuple(x.shape)}, split sizes {tuple(split_sizes.shape)} of "
             received += str(split_sizes.dtype)
@@ -166,11 +173,11 @@ class Dispatch(Collective):
 
     def extra_repr(self) -> str:
         text = f"num_experts={self.num_experts}, {super().extra_repr()}"
-        return text if self.weighted else f"{text}, weighted=False"
+        return text + ", weighted=False" * (not self.weighted) + ", padded=True" * self.padded
 
 
 def _on_one_rank(x: Tensor, split_sizes: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
     """The extra outputs where nothing moves."""
     row_order = torch.arange(x.shape[0], device=x.device)
-    out = row_order, torch.full((2, 1), x.shape[0]), split_sizes.long()
+    out = row_order, torch.full((2, 1), x.shape[0], device="cpu"), split_sizes.long()
     return out if weights is None else (*out, weights)

@@ -427,7 +427,7 @@ class GroupedLinear(BasicOperation):
         if not ctx.needs.input:
             return None, GroupedGrad(dy, groups)
         buffer = getattr(ctx, "grad_input", None)
-        if buffer is not None and overlap(buffer, dy):
+        if buffer is not None and isinstance(dy, Tensor) and overlap(buffer, dy):
             dy = dy.clone()
         out = None if buffer is None else as_rows(buffer)
         dx = products.dgrad(dy, self._oriented(weights), groups, out=out)

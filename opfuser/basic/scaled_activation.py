@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..buffer_reuse import only_reference
 from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels import functions
@@ -82,7 +83,8 @@ class _ScaledActivation(BasicOperation):
         ctx = basic_op_ctxs[0]
         if not (ctx.needs.input or ctx.needs.extra_inputs[0]):
             return None, [()], [(None,)]
-        grads = self.gradients(ctx, grad_output)
+        over_input = only_reference(ctx.saved_tensors)
+        grads = self.gradients(ctx, grad_output, over_input=over_input)
         return grads.dx, [()], [(grads.dscales,)]
 
     def gradients(

@@ -427,8 +427,12 @@ class _Backward:
                 else:
                     self.given.add(target)
                     flat.append(_grad_of(target))
-        names = ", ".join(["dx", *flat]) + ("" if flat else ",")
-        arguments = [contexts, "dx", f"basic_op_grad_extra_outputs={given}"]
+        names, of_output = ", ".join(["dx", *flat]) + ("" if flat else ","), "dx"
+        if step.op.frees_output_grad:
+            lines("of_output = [dx]")
+            lines("dx = None")
+            of_output = "of_output.pop()"
+        arguments = [contexts, of_output, f"basic_op_grad_extra_outputs={given}"]
         lines.call(names, f"{op}.fuser_backward", arguments, f"{results}.of")
         for total, addend in sums:
             lines(f"{total} = {lines.helper(steps.summed)}({total}, {addend})")

@@ -63,6 +63,8 @@ class QuantizedGroupedLinear(FusedOperation):
     group. As in :class:`GroupedLinear` they are not checked, and rows past their sum are left
     undefined. Those of MXFP8 and NVFP4 are read by the host, and multiplied group by group.
 
+    The gradient of y is freed once it is rounded, where no bias reads it.
+
     Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
     9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
     with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation
@@ -77,6 +79,8 @@ class QuantizedGroupedLinear(FusedOperation):
         InputError: in forward, as in the operation that it replaces.
         NotSupportedError: in forward, in MXFP8 and NVFP4, if split sizes are on the meta device.
     """
+
+    frees_output_grad = True
 
     @property
     def replayable(self) -> bool:  # type: ignore[override]
@@ -123,11 +127,15 @@ class QuantizedGroupedLinear(FusedOperation):
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
         products = _products(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
+        grad_output = products.encoded(grad_output)  # values are freed before the GEMMs
         return self.linear.backward_by(products, ctx, grad_output)
 
 
 class _QuantizedProducts(GroupedProducts):
-    """Products of codes, for one pass of a call; abstract."""
+    """Products of FP8 codes for one pass of a call, which find the groups on the device."""
+
+    # Where the groups end, unless the host knows it.
+    ends: Tensor | None = None
 
     def __init__(
         self,
@@ -179,7 +187,10 @@ class _QuantizedProducts(GroupedProducts):
     ) -> Tensor:
         if self.recipe.dgrad != "fp8":
             return super().dgrad(dy, weights, groups, out=out)
-        return self.product(self._codes(dy, groups), weights, groups, dy, out, forward=False)
+        codes = self._codes(dy, groups)
+        dx = self.product(codes, weights, groups, dy, out, forward=False)
+        self._grad_codes = codes._replace(rows=None, row_scale=None)
+        return dx
 
     def wgrad(
         self,
@@ -213,46 +224,24 @@ class _QuantizedProducts(GroupedProducts):
         how = accumulation(self.recipe, product, features, dtype, device)
         return how._replace(provider=None)
 
-    # Where the groups end, if products find them on the device.
-    ends: Tensor | None = None
-
-    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
-        """Finds the groups of a forward pass."""
-
-    def quantized(
-        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
-    ) -> Codes:
-        """Codes of the rows of all groups."""
-        raise NotImplementedError
-
-    def product(
-        self,
-        x: Codes,
-        weights: Sequence[Tensor],
-        groups: RowGroups,
-        like: Tensor | QuantizedTensor,
-        out: Tensor | None,
-        *,
-        forward: bool,
-    ) -> Tensor:
-        """The output, or the gradient of the input, in the dtype of ``like`` or to ``out``."""
-        raise NotImplementedError
-
-    def gradient(
-        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
-    ) -> ScaledGroupedProduct:
-        """The gradients of the weights."""
-        raise NotImplementedError
-
-
-class _OnDevice(_QuantizedProducts):
-    """Products of FP8 codes, which find the groups on the device."""
+    def encoded(self, dy: Tensor) -> Any:
+        """The gradient of the output as codes, if nothing but GEMMs of codes reads it."""
+        _, _, *saved = self.ctx.saved_tensors
+        reads_values = self.linear.has_bias or "bf16" in (self.recipe.dgrad, self.recipe.wgrad)
+        if reads_values or dy.dim() != 2 or saved[3] is None:
+            return dy
+        rows = self.output_grad(dy, saved)
+        assert self.ends is not None
+        codes = self._codes(rows, RowGroups(None, self.ends))
+        by_cols = codes if codes.cols is None else codes._replace(rows=None, row_scale=None)
+        return QuantizedTensor(by_cols, dy.shape, rows.dtype)
 
     def reads_sizes(self, x: Tensor, out_features: int) -> bool:
         modes = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
         return "bf16" in modes and super().reads_sizes(x, out_features)
 
     def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
+        """Finds the groups of a forward pass."""
         ends = groups.ends
         self.ends = group_ends(groups.sizes.to(x.device), x.shape[0]) if ends is None else ends
 
@@ -296,6 +285,9 @@ class _GroupByGroup(_QuantizedProducts):
 
     def reads_sizes(self, x: Tensor, out_features: int) -> bool:
         return True
+
+    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
+        """Nothing."""
 
     def quantized(
         self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
@@ -348,7 +340,7 @@ def _is_small(recipe: Recipe) -> bool:
 def _products(
     linear: GroupedLinear, recipe: Recipe, ctx: OperationContext, used: Tensor | None = None
 ) -> _QuantizedProducts:
-    return (_GroupByGroup if _is_small(recipe) else _OnDevice)(linear, recipe, ctx, used)
+    return (_GroupByGroup if _is_small(recipe) else _QuantizedProducts)(linear, recipe, ctx, used)
 
 
 def _refuses(linear: GroupedLinear, *, env: Env) -> Refusal | None:

@@ -157,7 +157,8 @@ def _insert_exchange(block: Sequential, first: int, last: int, over: Over) -> No
     items = list(block._modules.items())
     name = items[first][0]
     source = copy.deepcopy(cast("Permute | DropTokens", items[first][1]))  # to be connected anew
-    dispatch = Dispatch(source.num_experts, over.group, weighted=source.weighted)
+    padded = type(source) is DropTokens
+    dispatch = Dispatch(source.num_experts, over.group, weighted=source.weighted, padded=padded)
     combine = Combine(over.group)
     for op in (dispatch, combine):
         op.train(source.training)

@@ -42,6 +42,8 @@ class FusibleOperation(TracedCalls, Tracked):
             ``GroupQuantizer``, says where it is given one.
         emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
             context makes of the gradient of its input, where that is not None.
+        frees_output_grad: whether backward is handed the only reference to the gradient of its
+            output, where the engine has no other, and lets go of it before its GEMMs.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
@@ -51,6 +53,7 @@ class FusibleOperation(TracedCalls, Tracked):
     emits_quantized: ClassVar[bool] = False
     emits_groups: ClassVar[bool] = False
     emits_quantized_grad: ClassVar[bool] = False
+    frees_output_grad: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not isinstance(value, (int, float, Tensor)) and isinstance(value, Real):

@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
     "Dispatch": Case(
         {"num_experts": 3},
         lambda: [torch.randn(5, 8), torch.tensor([2, 0, 3]), torch.rand(5)],
-        {"num_experts": ReadOnly(6), "weighted": ReadOnly(False)},
+        {"num_experts": ReadOnly(6), "weighted": ReadOnly(False), "padded": ReadOnly(True)},
     ),
     "DotProductAttention": Case(
         {"num_heads": 2, "num_kv_heads": 1},

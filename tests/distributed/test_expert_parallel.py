@@ -49,6 +49,7 @@ MOE = MoEConfig(D, F, E, K, dtype=torch.float64, init_std=0.5)
 MIXTURES = {
     "softmax": MOE,
     "capacity": replace(MOE, capacity_factor=0.8),
+    "capacity in fp32": replace(MOE, capacity_factor=0.8, dtype=torch.float32),
     "losses": replace(MOE, aux_loss=True, z_loss=True, tokens_per_expert=True),
     "DeepSeek-V3": replace(
         MOE,
@@ -309,7 +310,7 @@ def mixtures(rank: int, ranks: int) -> None:
         down = ours.get_parameter("down.weight")
         assert isinstance(down, DTensor)
         assert down.to_local().shape == (E // ranks, D, F)
-        xs = torch.randn(ranks, 2, 9, D, dtype=torch.float64)
+        xs = torch.randn(ranks, 2, 9, D, dtype=config.dtype)
         mine = xs[rank].clone().requires_grad_()
         got = ours(mine)
         x = xs.clone().requires_grad_()
@@ -317,7 +318,7 @@ def mixtures(rank: int, ranks: int) -> None:
         losses = [sum(t.square().sum() for t in _floats(out)) for out in wanted]
         for a, b in zip(_all(got), _all(wanted[rank]), strict=True):
             assert a.shape == b.shape
-            close(a.double(), b.double(), name)
+            close(a.to(config.dtype), b.to(config.dtype), name)
         sum(t.square().sum() for t in _floats(got)).backward()
         (sum(losses) / ranks).backward()
         close(mine.grad / ranks, x.grad[rank], name)
@@ -331,6 +332,29 @@ def _all(out: Any) -> tuple[Tensor, ...]:
 
 def _floats(out: Any) -> list[Tensor]:
     return [t for t in _all(out) if t.is_floating_point()]
+
+
+@check
+def nothing_is_read_where_there_is_a_capacity(rank: int, ranks: int) -> None:
+    """On the meta device any read of a value fails; only what ranks send is left out here."""
+    sent: list[tuple[int, ...]] = []
+
+    def step(factor: float | None) -> None:
+        config = MoEConfig(16, 8, E, K, dtype=torch.bfloat16, capacity_factor=factor)
+        model = parallelize(experts(config), expert_parallel=everyone(ranks))
+        model(torch.randn(9, 16).bfloat16())  # ranks agree on the experts once
+        x = torch.empty(9, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", lambda _, x, *__, **how: sent.append(x.shape))
+            model.to("meta")(x).sum().backward()
+
+    with pytest.raises(NotImplementedError, match="meta"):
+        step(None)
+    sent.clear()
+    step(0.8)
+    rows = E * math.ceil(0.8 * 9 * K / E)
+    # Sizes; rows and weights there, rows back; and the gradients of these.
+    assert sorted(sent[1:]) == [(rows,)] * 2 + [(rows, 16)] * 4
 
 
 @check
@@ -352,23 +376,24 @@ def impatient() -> dist.ProcessGroup:
 @check
 def a_token_of_nan_on_one_rank(rank: int, ranks: int) -> None:
     """It is that of one process: other tokens, and experts that it did not choose, see nothing."""
-    one = experts(MOE)
-    ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
-    xs = torch.randn(ranks, 9, D, dtype=torch.float64)
-    xs[ranks - 1, 4, 2] = math.nan
-    mine, x = xs[rank].clone().requires_grad_(), xs.clone().requires_grad_()
-    got, wanted = ours(mine), torch.stack([one(part) for part in x])
-    assert got.isnan().any(1).sum() == (rank == ranks - 1)
-    got.square().sum().backward()
-    wanted.square().sum().backward()
-    compared = [(got, wanted[rank]), (mine.grad, x.grad[rank])]
-    for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
-        assert q.grad.isnan().any(), name
-        compared.append((average(p.grad) * ranks, q.grad))
-    down = one.get_parameter("down.weight").grad
-    assert down.isnan().flatten(1).any(1).sum() == K
-    for found, exact in compared:
-        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+    for factor in (None, 4.0):
+        one = experts(replace(MOE, capacity_factor=factor))
+        ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
+        xs = torch.randn(ranks, 9, D, dtype=torch.float64)
+        xs[ranks - 1, 4, 2] = math.nan
+        mine, x = xs[rank].clone().requires_grad_(), xs.clone().requires_grad_()
+        got, wanted = ours(mine), torch.stack([one(part) for part in x])
+        assert got.isnan().any(1).sum() == (rank == ranks - 1)
+        got.square().sum().backward()
+        wanted.square().sum().backward()
+        compared = [(got, wanted[rank]), (mine.grad, x.grad[rank])]
+        for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+            assert q.grad.isnan().any(), name
+            compared.append((average(p.grad) * ranks, q.grad))
+        down = one.get_parameter("down.weight").grad
+        assert down.isnan().flatten(1).any(1).sum() == K
+        for found, exact in compared:
+            torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 @check
@@ -414,6 +439,26 @@ def ranks_that_disagree(rank: int, ranks: int) -> None:
         assert call(plain, rank)[3].shape == (E // ranks,)
     with pytest.raises(InputError, match=r"same call.* no weights.* weights of torch.float32"):
         call(Dispatch(E, group, weighted=other))
+    padded = Dispatch(E, group, weighted=False, padded=True)
+    even = torch.full((E,), 2)
+    for how, wrong in (
+        ({"rows": 3 * E}, f"rank 0: {2 * E} rows, .*: {3 * E} rows.*as many tokens"),
+        ({"dtype": torch.bfloat16}, "features of torch.bfloat16"),
+        ({"uneven": True}, f"as many as any other.* others on rank {ranks - 1}"),
+    ):
+        mine = how if other else {}
+        rows = mine.get("rows", 2 * E)
+        sizes = torch.full((E,), rows // E)
+        sizes[:2] += torch.tensor([1, -1]) * mine.get("uneven", 0)
+        with pytest.raises(InputError, match=wrong):
+            padded(torch.randn(rows, D, dtype=mine.get("dtype")), sizes)
+        y, _, exchanged, own = padded(torch.randn(2 * E, D), even)
+        assert (len(y), own.tolist()) == (2 * E, [2 * ranks] * (E // ranks))
+        assert exchanged.tolist() == [[2 * E // ranks] * ranks] * 2
+    with pytest.raises(InputError, match=f"multiple of the {E} experts.*input .{E + 1}, {D}"):
+        padded(torch.randn(E + 1, D), even)
+    with pytest.raises(InputError, match=f"rank 0: {E} experts; .*{E} experts, padded"):
+        call(Dispatch(E, group, weighted=False, padded=other), E)
     with pytest.raises(InputError, match=f"rank 0: {E} experts; .*{2 * E} experts"):
         call(Dispatch(2 * E if other else E, group, weighted=False))
 

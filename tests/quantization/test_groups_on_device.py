@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
 from opfuser import GroupedLinear
+from opfuser.basic import scaled_activation
+from opfuser.gemm import scaled_groups
 from opfuser.kernels import grouped_products
 from opfuser.kernels.groups import group_ends
 from opfuser.kernels.launch import recorded
@@ -286,3 +290,40 @@ def test_which_rows_are_handed_on_as_codes(recipe: Recipe, sizes: str, expected:
         want = alone(rows, split)
     assert bool([edge for edge in plan.edges if edge.stage == "forward"]) == expected
     torch.testing.assert_close(y[0], want, rtol=0, atol=0)
+
+
+def test_backward_keeps_nothing_that_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensors of a step: gradients of pre-activations, and their codes by rows.
+
+    The first lie where what forward saved did, and are gone with their codes by rows when the
+    gradients of weights are computed.
+    """
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def noted(module: Any, name: str, what: Callable[[Any, Any], Tensor]) -> None:
+        function = getattr(module, name)
+
+        def call(*args: Any, **how: Any) -> Any:
+            result = function(*args, **how)
+            made.append(weakref.ref(what(args, result)))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(scaled_activation, "gated_backward_", lambda _, grads: grads.dx)
+    noted(scaled_groups, "rows_by_matrices", lambda args, _: args[0])
+    columns = scaled_groups.columns_by_columns
+
+    def count(*args: Any, **how: Any) -> Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        return columns(*args, **how)
+
+    monkeypatch.setattr(scaled_groups, "columns_by_columns", count)
+    model = experts(MoEConfig(128, 64, 4, 2, recipe=Float8RowwiseScaling()))
+    x = torch.randn(9, 128, requires_grad=True)
+    for _ in range(2):
+        made.clear()
+        model(x).sum().backward()
+        assert len(made) == 5  # four products, and the gradient of the pre-activations
+    assert alive == [0] * 4
