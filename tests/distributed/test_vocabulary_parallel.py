@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,9 +16,8 @@ from torch import Tensor, nn
 from opfuser import BasicLinear, CrossEntropy, Embedding, Linear, Sequential
 from opfuser.basic import _distributed as collectives
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
-from opfuser.fused import _loss_chunks
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
-from tests.fused.losses import Largest
+from tests.fused.losses import Largest, chunked
 
 pytestmark = pytest.mark.distributed
 
@@ -178,10 +179,11 @@ def head(classes: int, sequence: int | None, dtype: torch.dtype, **terms: Any) -
     ]
 
 
-def chunks_of(rows: int) -> Any:
-    """Chunks of at least that many rows, four of them if there are enough."""
-    limits = _loss_chunks._Limits(rows, 1, 1 << 40)
-    return mock.patch.multiple(_loss_chunks, _MULTIPLE=rows, _CPU=limits, _GPU=limits)
+@contextlib.contextmanager
+def chunks_of(rows: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        chunked(patch, rows)
+        yield
 
 
 @check
