@@ -419,7 +419,7 @@ def check_saved(
         ("swiglu in blocks of 128", 130, 256, torch.bfloat16, "contiguous"),
         ("clamped", 127, 128, torch.float16, "every second column"),
         ("situ", 1, 128, torch.float32, "transposed"),
-        ("no linear units", 129, 256, torch.bfloat16, "contiguous"),
+        ("no linear units", 9, 256, torch.bfloat16, "contiguous"),
     ],
     ids=str,
 )
@@ -445,7 +445,7 @@ def test_each_row_of_128_columns_of_x_has_a_scale(
 ) -> None:
     """Gradients of ReLU at values of codes are exact but for their rounding."""
     f = Glu(Relu(), None, interleave)
-    x, dy = (uneven(130, n, torch.bfloat16, device) for n in (1024, 512))
+    x, dy = (uneven(130, n, torch.bfloat16, device) for n in (512, 256))
     how = TensorScaling(torch.ones(1, device=device), E4M3)
     _, codes = gated_forward_and_input(x, None, product_spec(f), how)
     assert codes is not None
@@ -458,7 +458,7 @@ def test_each_row_of_128_columns_of_x_has_a_scale(
     assert_same(from_codes.h, from_values.h, "h")
 
 
-@pytest.mark.parametrize("name", ["swiglu", "no linear units", "swiglu in blocks of 128"])
+@pytest.mark.parametrize("name", ["no linear units", "swiglu in blocks of 128"])
 def test_blocks_from_codes_of_x(name: str, device: torch.device) -> None:
     """In the dtype of dy; nothing is rounded twice in fp32."""
     f, how = BLOCKS[name], BlockScaling(E4M3)
