@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -66,8 +67,7 @@ def test_the_steps_of_generation(family: str, kind: str) -> None:
     assert not report(model).computed[0].fell_back
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "static"), [*zip(FAMILIES, itertools.cycle([False, True]))])
 def test_generated_tokens_are_those_without_apply(family: str, static: bool) -> None:
     models = []
     for _ in range(2):

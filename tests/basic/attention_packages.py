@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.attention import flash_attn
+from opfuser.attention import blockwise, choice, flash_attn
 from opfuser.libraries import imported, installed
 
 
@@ -146,6 +146,21 @@ FLASH_ATTN = (
 )  # fmt: skip
 
 
+MODULE = flash_attn._MODULE
+
+
+def forget_choices() -> None:
+    """Which kernel a call takes is found out again."""
+    choice._find.cache_clear()
+    choice._unprepared.clear()
+
+
+def few_queries(monkeypatch: pytest.MonkeyPatch, scores: int = 1) -> None:
+    """Plain torch computes attention with as many queries at a time as have so many scores."""
+    monkeypatch.setattr(blockwise, "_FEWEST", 1)
+    monkeypatch.setattr(blockwise, "_SCORES", scores)
+
+
 def forget() -> None:
     """What was found out of packages is found out again."""
     for cached in (imported, installed, flash_attn._unusable):
@@ -161,7 +176,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for function in FLASH_ATTN:
         setattr(interface, function.__name__, function)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, flash_attn._MODULE, interface)
+    monkeypatch.setitem(sys.modules, MODULE, interface)
     monkeypatch.setattr(flash_attn, "capability", lambda _: (9, 0))
     forget()
     return package

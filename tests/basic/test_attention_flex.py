@@ -25,6 +25,7 @@ from opfuser.attention.call import Call, Heads
 from opfuser.basic import dot_product_attention as module
 from opfuser.engine.recordable import unrecorded
 from opfuser.errors import NotSupportedError
+from tests.basic.attention_packages import forget_choices
 from tests.basic.test_attention_kernels import outcome
 from tests.basic.test_attention_modes import HALF_TOO, MODES, formula, make
 from tests.basic.values import ONE_UNIT, check_values, fill, held_to
@@ -93,6 +94,15 @@ def test_blocks(name: str) -> None:
     assert torch.equal(whole_by_keys, whole.t())
 
 
+def compile_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+
+
+def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a CUDA graph is captured."""
+    monkeypatch.setattr(flex_compiled, "_capturing", lambda _: True)
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Calls of a CPU compile as those of a GPU do, to graphs that the list counts."""
@@ -106,16 +116,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return type(t) is Tensor and not torch.compiler.is_compiling()
 
     torch.compiler.reset()
-    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+    compile_by(monkeypatch, backend)
     monkeypatch.setattr(flex_compiled, "_is_compiled", compiled)
     monkeypatch.setattr(flex_compiled, "_compiled", {})
     kernel = choice.KERNELS["flex"]
     monkeypatch.setitem(choice.KERNELS, "cpu", kernel._replace(refusal=lambda _: "not now"))
     monkeypatch.setitem(choice.KERNELS, "flex", kernel._replace(refusal=lambda _: None))
-    choice._find.cache_clear()
+    forget_choices()
     yield made
-    choice._find.cache_clear()
-    choice._unprepared.clear()
+    forget_choices()
 
 
 class Sizes(NamedTuple):
@@ -132,7 +141,6 @@ COMPILED = {
     "ALiBi, fewer queries": Sizes(
         {"alibi": True, "layout": "separate", "window": 60}, "", [(2, 130, 200), (3, 256, 500)]
     ),
-    "one query": Sizes({"alibi": True, "layout": "separate"}, "", [(2, 1, 200), (3, 1, 300)]),
     "padding, sinks": Sizes(
         {"sinks": True, "softcap": 2.0}, "padding", [(2, 150, 150), (3, 200, 200)]
     ),
@@ -270,7 +278,7 @@ def test_inductor_does_not_choose_the_layout_of_what_backward_reads(
         return make_boxed_func(graph)
 
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=passes)
-    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+    compile_by(monkeypatch, backend)
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
     for _ in range(2):
         op(x).sum().backward()
@@ -285,7 +293,7 @@ def test_what_does_not_compile_runs_in_plain_torch(monkeypatch: pytest.MonkeyPat
     def backend(*_: Any) -> Any:
         raise RuntimeError("out of shared memory\nand more")
 
-    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+    compile_by(monkeypatch, backend)
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
     with pytest.warns(UserWarning, match="in plain torch, since flex_attention does not compile"):
         y = op(x)
@@ -310,7 +318,7 @@ def test_nothing_is_compiled_while_a_graph_is_captured(
 ) -> None:
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
     with monkeypatch.context() as capturing:
-        capturing.setattr(flex_compiled, "_capturing", lambda _: True)
+        capture(capturing)
         op(x)
         assert not graphs
         assert op.last_choice is not None
@@ -319,7 +327,7 @@ def test_nothing_is_compiled_while_a_graph_is_captured(
         op(x).sum().backward()
     op(x)
     assert op.last_choice.kernel == "flex"
-    monkeypatch.setattr(flex_compiled, "_capturing", lambda _: True)
+    capture(monkeypatch)
     op(x).sum().backward()
     assert op.last_choice.kernel == "flex"
     assert len(graphs) == 2
@@ -331,7 +339,7 @@ def test_a_backward_whose_kind_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
     y = op(x)
     flex_compiled._compiled.clear()
-    monkeypatch.setattr(flex_compiled, "_capturing", lambda _: True)
+    capture(monkeypatch)
     (dx,) = torch.autograd.grad(y.sum(), x)
     want = DotProductAttention(4, 2, softcap=2.0, kernel="blockwise")(x)
     torch.testing.assert_close(dx, torch.autograd.grad(want.sum(), x)[0])

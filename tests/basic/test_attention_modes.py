@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from opfuser import BasicLinear, DotProductAttention, Linear, MakeExtraOutput, Sequential
-from opfuser.attention import blockwise
 from opfuser.basic import _attention_inputs as inputs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
 from opfuser.testing import check_op
+from tests.basic.attention_packages import few_queries
 from tests.basic.values import FOUR_UNITS, check_values, fill, held_to, saved_by
 
 
@@ -138,6 +138,20 @@ HALF_TOO = {
     "padding",
     "sequences",
 }
+# Each of what the keys of some queries depend on, and of what is added up over queries.
+IN_PARTS = {
+    "fewer queries",
+    "size of values",
+    "window",
+    "window to both sides",
+    "ALiBi, fewer queries",
+    "sinks, window",
+    "padding, sinks",
+    "additive mask",
+    "bias, fewer queries",
+    "bias, soft-capping, sinks",
+    "sequences, window",
+}
 
 
 def make(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor]]:
@@ -146,15 +160,15 @@ def make(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor]]:
     return op, [torch.randn(shape) for shape in mode.shapes]
 
 
-@pytest.mark.parametrize("queries", ["all", "few"])
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    ("name", "queries"), [*((name, "all") for name in MODES), *((name, "few") for name in IN_PARTS)]
+)
 def test_as_exact_as_the_formula(name: str, queries: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel of a CPU, and in plain torch with some queries at a time."""
     mode = MODES[name]
     op, tensors = make(mode, kernel=None if queries == "all" else "blockwise")
     if queries != "all":
-        monkeypatch.setattr(blockwise, "_FEWEST", 1)
-        monkeypatch.setattr(blockwise, "_SCORES", 4 * 2 * 9 * 2)
+        few_queries(monkeypatch, 4 * 2 * 9 * 2)
     dtypes = [torch.float64, torch.float32]
     if queries == "all" and name in HALF_TOO:
         dtypes += [torch.bfloat16, torch.float16]
@@ -245,7 +259,7 @@ def test_dropout_keeps_each_weight_as_often_as_it_says() -> None:
 def test_dropout_has_the_same_mask_in_backward(
     scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blockwise, "_SCORES", scores)
+    few_queries(monkeypatch, scores)
     op, (x,) = make(Mode({"dropout_p": 0.3}))
     check_op(op, x, dtypes=[torch.float64], floor=1e-13)
     assert [t.dtype for t in saved_by(lambda: op(x.requires_grad_()))].count(torch.int64) == 1

@@ -17,7 +17,7 @@ from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import ArgumentError, NotSupportedError
-from tests.basic.attention_packages import forget, install
+from tests.basic.attention_packages import MODULE, forget, forget_choices, install
 from tests.basic.test_attention_kernels import HOPPER, outcome
 from tests.basic.test_attention_modes import formula
 from tests.basic.values import fill
@@ -153,7 +153,7 @@ def test_versions(packages: ModuleType) -> None:
 @pytest.mark.usefixtures("packages")
 def test_packages_that_are_not_there_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """None among the modules is one that cannot be imported."""
-    monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
+    monkeypatch.setitem(sys.modules, MODULE, None)
     forget()
     assert KERNELS["flash_attn"].refusal(HOPPER) is None, "a plan imports nothing"
     assert " cannot be imported: " in (prepared() or "")
@@ -181,10 +181,9 @@ def test_packages_whose_module_says_nothing(
 
 @pytest.fixture
 def no_choices() -> Iterator[None]:
-    choice._find.cache_clear()
+    forget_choices()
     yield
-    choice._find.cache_clear()
-    choice._unprepared.clear()
+    forget_choices()
 
 
 @pytest.mark.usefixtures("no_choices")
@@ -206,7 +205,7 @@ def test_what_could_not_be_prepared_once_may_be_asked_for_later(
 
 @pytest.mark.usefixtures("packages", "no_choices")
 def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
+    monkeypatch.setitem(sys.modules, MODULE, None)
     forget()
     for name in ("flash_attn", "flex"):
         own = KERNELS[name]._replace(refusal=lambda _: None)
@@ -223,11 +222,10 @@ def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) 
         DotProductAttention(4, 2, softcap=2.0, kernel="flash_attn")(x)
 
 
-@pytest.mark.usefixtures("packages")
+@pytest.mark.usefixtures("packages", "no_choices")
 def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package is taken where torch has nothing as good."""
     monkeypatch.setattr(cudnn_versions, "trouble", lambda: None)
-    choice._find.cache_clear()
     for change, kernel in (
         ({"window": True}, "flash"),
         ({"mask": True}, "cudnn"),
@@ -241,7 +239,6 @@ def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"softcap": True, "dtype": torch.float32}, "blockwise"),
     ):
         assert choice._find(HOPPER._replace(**change), None) == kernel  # type: ignore[arg-type]
-    choice._find.cache_clear()
     reasons = dict(choice.explained(HOPPER._replace(softcap=True), "flash_attn").passed_over)
     assert reasons["flash"] == "it has no soft-capping"
     note = choice.foreseen(HOPPER._replace(softcap=True), None)

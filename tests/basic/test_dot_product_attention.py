@@ -9,13 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from opfuser import DotProductAttention
-from opfuser.attention import blockwise, choice
+from opfuser.attention import choice
 from opfuser.attention.call import Call
 from opfuser.basic import _attention_inputs as inputs
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import InputError
 from opfuser.op import GradNeeds, OperationContext
 from opfuser.testing import check_op
+from tests.basic.attention_packages import few_queries
 from tests.basic.values import DTYPES, FOUR_UNITS, HALF, check_values, held_to
 
 HEADS = pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
@@ -28,7 +29,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param != "chosen":
         monkeypatch.setattr(module, "choose_plain", lambda *_: "blockwise")
     if request.param == "one query at a time":
-        monkeypatch.setattr(blockwise, "_SCORES", 1)
+        few_queries(monkeypatch)
     name: str = request.param
     return name
 
@@ -57,7 +58,7 @@ def plain(op: DotProductAttention, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("heads", "causal", "scale", "shape"),
     [
-        ((4, 4), True, None, (2, 37, 16)),
+        ((4, 4), True, None, (2, 19, 16)),
         ((4, 2), False, None, (3, 5, 7)),
         ((6, 1), True, 0.05, (3, 5, 7)),
         ((4, 2), True, 1.0, (64, 1, 8)),

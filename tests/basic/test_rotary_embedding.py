@@ -207,12 +207,12 @@ def test_tables_are_kept_for_the_longest_sequence_and_no_state() -> None:
         torch.testing.assert_close(op(x), turned(op, x), rtol=1e-5, atol=1e-5)
         op(x.bfloat16())
         op(x.double())
-    assert len(op._kept.tables) == 2, "fp32 and fp64"
-    assert {table.shape[0] for pair in op._kept.tables.values() for table in pair} == {8}
+    tables = [t for t in op.cached_tensors() if t.dim() == 2]
+    assert [t.dtype for t in tables] == 2 * [torch.float32] + 2 * [torch.float64]
+    assert {len(t) for t in tables} == {8}
     assert not op.state_dict()
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        assert not twin._kept.tables
-        assert not twin._kept.frequencies
+        assert not twin.cached_tensors()
         torch.testing.assert_close(twin(x), op(x), rtol=0, atol=0)
 
 
@@ -220,10 +220,10 @@ def test_frequencies_are_computed_once_however_often_positions_are_given() -> No
     op = make("partial")
     x = torch.randn(1, 3, features(op))
     first = op(x, positions=torch.arange(3))
-    (kept,) = op._kept.frequencies.values()
+    (kept,) = op.cached_tensors()
     assert kept.shape == (op.rotary_dim // 2,)
     torch.testing.assert_close(op(x, positions=torch.arange(3)), first, rtol=0, atol=0)
-    assert next(iter(op._kept.frequencies.values())) is kept
+    assert op.cached_tensors()[0] is kept
 
 
 def test_angles_of_many_bases_are_not_all_kept() -> None:
@@ -233,14 +233,13 @@ def test_angles_of_many_bases_are_not_all_kept() -> None:
         op.base = base
         assert same([op(x)], [make("half-split", base=base)(x)])
         op(x, positions=torch.arange(5))
-    assert len(op._kept.tables) <= 8
-    assert len(op._kept.frequencies) <= 8
+    assert len(op.cached_tensors()) <= 8 * 2 + 8
 
 
 def test_max_positions_fixes_the_table_and_the_length() -> None:
     op = make("half-split", max_positions=10)
     op(torch.randn(1, 3, features(op)))
-    assert {table.shape[0] for pair in op._kept.tables.values() for table in pair} == {10}
+    assert {len(t) for t in op.cached_tensors() if t.dim() == 2} == {10}
     with pytest.raises(InputError, match=r"longer than max_positions .*11.*max_positions=10"):
         op(torch.randn(1, 11, features(op)))
 
@@ -257,8 +256,7 @@ def test_fake_tensors_leave_no_table_behind() -> None:
     op = make("half-split")
     with FakeTensorMode():
         op(torch.randn(2, 5, features(op), requires_grad=True)).sum().backward()
-    assert not op._kept.tables
-    assert not op._kept.frequencies
+    assert not op.cached_tensors()
     x = torch.randn(2, 5, features(op))
     torch.testing.assert_close(op(x), turned(op, x), rtol=1e-5, atol=1e-5)
 

@@ -103,28 +103,36 @@ def test_nothing_is_wrong(opfuser_command: Command, monkeypatch: pytest.MonkeyPa
     assert max(map(len, done.out.splitlines())) <= 80
 
 
+def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(doctor, "_capability", lambda: capability)
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, version: Callable[[str], str | None]) -> None:
+    monkeypatch.setattr(doctor, "_installed", version)
+
+
 def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_capability", lambda: (7, 5))
+    _gpu(monkeypatch, (7, 5))
 
 
 def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_capability", lambda: (9, 0))
-    monkeypatch.setattr(doctor, "_installed", lambda name: None)
+    _gpu(monkeypatch, (9, 0))
+    _installed(monkeypatch, lambda name: None)
 
 
 def _two_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_capability", lambda: (9, 0))
+    _gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(cudnn_versions, "trouble", lambda: "Several libraries of cuDNN are loaded")
 
 
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_capability", lambda: (9, 0))
-    monkeypatch.setattr(doctor, "_installed", lambda name: "3.9.0")
+    _gpu(monkeypatch, (9, 0))
+    _installed(monkeypatch, lambda name: "3.9.0")
     monkeypatch.setattr(compilers, "trouble", lambda: "Triton finds no C compiler: install gcc")
 
 
 def _other_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_capability", lambda: (12, 0))
+    _gpu(monkeypatch, (12, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
 
 
@@ -132,7 +140,7 @@ def _unused(cuda: str | None, visible: str | None) -> Callable[[pytest.MonkeyPat
     """A driver is loaded, and torch sees no GPU."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor, "_capability", lambda: None)
+        _gpu(monkeypatch, None)
         monkeypatch.setattr(gpu_problems, "_DRIVER", __file__)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "init", _no_driver)
@@ -158,7 +166,7 @@ def _other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _torch_of_next_year(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.99.0+cu140", "triton": "3.9.9"}
-    monkeypatch.setattr(doctor, "_installed", installed.get)
+    _installed(monkeypatch, installed.get)
 
 
 PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

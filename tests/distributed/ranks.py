@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-__all__ = ["DEVICES", "Check", "Outcomes", "assert_passed", "outcomes_of"]
+__all__ = ["DEVICES", "Check", "Checks", "Outcomes", "assert_passed", "outcomes_of"]
 
 _ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.slow])
 DEVICES = ["cpu", _ON_GPUS] if torch.cuda.device_count() > 1 else ["cpu"]
@@ -26,6 +26,15 @@ DEVICES = ["cpu", _ON_GPUS] if torch.cuda.device_count() > 1 else ["cpu"]
 
 Check = Callable[[int, int], None]
 """Is told its rank and the number of ranks."""
+
+
+class Checks(dict[str, Check]):
+    """Those of a module by their names; decorates a function that is one."""
+
+    def __call__(self, function: Check) -> Check:
+        self[function.__name__] = function
+        return function
+
 
 Outcomes = list[dict[str, str]]
 """For each rank what came of each check."""

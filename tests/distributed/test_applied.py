@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import opfuser
 from opfuser.applying import decisions, report
 from opfuser.recipe import DelayedScaling
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.distributed.sharded import all_ranks
 
 pytest.importorskip("transformers")
@@ -37,14 +37,9 @@ from tests.applying.models import IDS, NanoGPT, assert_equal_steps, encoder, lla
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 LAYERS = ["layers.0", "layers.1", "layers.2", "norm"]
 Wrap = Callable[[Any], nn.Module]
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 @contextmanager
@@ -352,11 +347,6 @@ def accelerate(rank: int, ranks: int) -> None:
             model = compare(nano_gpt, accelerator.prepare, rank, before=before)
             assert isinstance(model, DistributedDataParallel)
             assert "module.blocks.0" in paths(report(model))
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("applied"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -29,18 +29,13 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 CONFIG = DecoderConfig(29, 16, 1, 4, num_kv_heads=2, dtype=torch.float64)
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 class Gathered(torch.autograd.Function):
@@ -269,11 +264,6 @@ def without_gradients(rank: int, ranks: int) -> None:
         with context_parallel():
             mine = op(x.chunk(RANKS, 1)[rank])
     torch.testing.assert_close(mine, y.chunk(RANKS, 1)[rank])
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

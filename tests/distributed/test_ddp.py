@@ -24,20 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.models import DecoderConfig, decoder_lm
-from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed
 from tests.distributed.sharded import Batch, batches, gradients_of_one
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
 BF16 = torch.bfloat16
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 CONFIG = DecoderConfig(29, 16, 2, 2, dtype=torch.float64)
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def pair(into: str = "", **arguments: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -250,11 +245,7 @@ def gradients_of_low_rank(rank: int, ranks: int) -> None:
     assert state.p_memory_dict  # it was used
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def outcomes(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"), request.param)
-
-
+@pytest.mark.parametrize("outcomes", DEVICES, indirect=True, scope="module")
 @pytest.mark.parametrize("name", CHECKS)
 def test_data_parallel(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)

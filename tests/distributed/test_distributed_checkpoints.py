@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.optim import MasterWeights
-from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed, outcomes_of
 from tests.distributed.sharded import Batch, all_ranks, batches, gradients_of_one
 from tests.distributed.sharded import shard as sharded
 
@@ -31,16 +31,11 @@ pytestmark = [
 ]
 
 RANKS = 2
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 CONFIG = DecoderConfig(29, 16, 2, 2, dtype=torch.float64)
 IN_BF16 = DecoderConfig(29, 16, 2, 2, dtype=torch.bfloat16)
 FOLDER = "OPFUSER_TEST_CHECKPOINTS"
 STEPS = 4, 3  # written after the first ones
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 class Training(Stateful):

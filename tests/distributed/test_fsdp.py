@@ -36,7 +36,7 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed
 from tests.distributed.sharded import (
     all_ranks,
     assert_same,
@@ -50,15 +50,10 @@ from tests.distributed.sharded import (
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 CONFIG = DecoderConfig(29, 16, 3, 2, dtype=torch.float64)
 RECIPES = DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()
 make = partial(decoder_lm, CONFIG)
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def pair(how: Any = shard, **arguments: Any) -> tuple[nn.Module, Any]:
@@ -396,11 +391,7 @@ def masters_in_state_dicts(rank: int, ranks: int) -> None:
             step_of(model, optimizer, rank, 3)
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def outcomes(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"), request.param)
-
-
+@pytest.mark.parametrize("outcomes", DEVICES, indirect=True, scope="module")
 @pytest.mark.parametrize("name", CHECKS)
 def test_fsdp(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)

@@ -39,7 +39,7 @@ from opfuser.recipe import (
     Float8CurrentScaling,
 )
 from tests.contract.gradients import handed_over
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.distributed.sharded import assert_same, batches, gradients_of_one, shard, twins, whole
 from tests.replay.recorded import RecordedGraph
 
@@ -47,12 +47,7 @@ pytestmark = pytest.mark.distributed
 
 IN, OUT, ROWS = 8, 12, 3  # rows per rank
 RANKS = 4  # two groups of two
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks()
 
 
 def part(full: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
@@ -504,11 +499,6 @@ def errors(rank: int, ranks: int) -> None:
             op.reference(torch.randn(ranks))
     with pytest.raises(NotSupportedError, match=r"covers one rank \(BasicLinear\)"):
         BasicLinear(IN, OUT, tensor_parallel_mode="row").reference(torch.randn(2, IN // ranks))
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -40,7 +40,7 @@ from opfuser.models import (
 from opfuser.models.pipeline import StageModule, own_loss, split
 from opfuser.models.sharding import shard_layers
 from opfuser.recipe import DelayedScaling, Float8CurrentScaling, Float8PredictedScaling, Recipe
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
 
@@ -48,13 +48,8 @@ RANKS = 2
 MICROBATCHES = 4
 CONFIG = DecoderConfig(29, 16, 3, 2, tied_head=False, dtype=torch.float64)
 MOE = MoEConfig(16, 8, 4, 2)
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 LossFn = Callable[[Any, Any], Tensor]
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def device_of(rank: int) -> torch.device:
@@ -389,11 +384,6 @@ check_in_fp8(ScheduleInterleaved1F1B, [[0, 2], [1, 3]])
 if torch.__version__ >= "2.13":  # that of 2.11 splits no backward at an autograd.Function
     check_in_fp8(ScheduleInterleavedZeroBubble, [[0, 2], [1, 3]])
     check_in_fp8(ScheduleZBVZeroBubble, [[0, 3], [1, 2]])
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -20,7 +20,7 @@ from opfuser.recipe import (
     Float8CurrentScaling,
     Recipe,
 )
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
@@ -31,12 +31,7 @@ RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(),
     "block": Float8BlockScaling(),
 }
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks()
 
 
 class Tensors(NamedTuple):
@@ -371,11 +366,6 @@ def stored_weights(rank: int, ranks: int) -> None:
             bound = 1 / 16 if name == "delayed" else 1e-5
             for ours, theirs in zip(*found, strict=True):
                 assert far(ours, theirs) < bound
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

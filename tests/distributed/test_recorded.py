@@ -29,24 +29,19 @@ from opfuser.engine.recordable import unrecorded
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.recipe import DelayedScaling, Float8BlockScaling, Recipe
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.distributed.sharded import all_ranks, batches, shard
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
 STEPS = 5  # the last one by recorded functions alone
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 CONFIG = DecoderConfig(29, 16, 2, 2)
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 Step = Callable[[Any, Tensor, Tensor, int], Sequence[Tensor]]
 """The passes of a step with these tokens and targets, by its number; outputs."""
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def make(**changes: Any) -> Any:
@@ -295,11 +290,6 @@ def all_ranks_become_others(rank: int, ranks: int) -> None:
         store = dist.PrefixStore("again", where)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     assert torch.equal(model(x), y)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import opfuser
 from opfuser.recipe import DelayedScaling, Float8PredictedScaling, Recipe
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Check, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
@@ -173,11 +173,6 @@ def quietly(function: Check) -> Check:
 
 
 CHECKS = {function.__name__: quietly(function) for function in FUNCTIONS}
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.recipe import DelayedScaling, Float8PredictedScaling, Recipe
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Check, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
@@ -103,11 +103,6 @@ def ranks_agree_in_a_group(rank: int, ranks: int) -> None:
             others = [torch.empty_like(scale) for _ in range(ranks)]
             dist.all_gather(others, scale)
             assert torch.equal(others[0], others[1])
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -130,12 +130,10 @@ def read(name: str) -> None:
 @check(on=2)
 def read_by_two(rank: int, ranks: int) -> None:
     read("data-parallel")
-    read("sharded")
 
 
 @check(on=4)
 def read_by_four(rank: int, ranks: int) -> None:
-    read("data-parallel")
     read("sharded")
 
 

@@ -26,21 +26,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import opfuser
 from opfuser.change_tracking import Clock
 from opfuser.events import PlanCreated, subscribe
-from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
 UNITS = 6
 DIM = 8
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 PACKAGE = str(Path(opfuser.__file__).parent)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def device() -> torch.device:
@@ -248,11 +243,7 @@ def codes_are_registered(rank: int, ranks: int) -> None:
     assert op.weight.grad_dtype == op.weight_format.dtype
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def outcomes(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"), request.param)
-
-
+@pytest.mark.parametrize("outcomes", DEVICES, indirect=True, scope="module")
 @pytest.mark.parametrize("name", CHECKS)
 def test_sharded_host(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)

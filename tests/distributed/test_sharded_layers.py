@@ -24,17 +24,12 @@ from opfuser.models import (
     text_encoder,
 )
 from opfuser.models.sharding import shard_layers
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks()
 
 
 def whole(value: Tensor | None) -> Tensor:
@@ -176,11 +171,6 @@ def policy_of_precision(rank: int, ranks: int) -> None:
     model(*torch.randint(29, (2, 2, 5))).backward()
     assert given == [torch.bfloat16]
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

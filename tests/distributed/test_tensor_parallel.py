@@ -34,18 +34,13 @@ from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, MoEConfig, decoder_layers, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.recipe import Float8BlockScaling
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 F64: Any = {"dtype": torch.float64}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def same(ours: Tensor | None, exact: Tensor | None, what: str = "") -> None:
@@ -348,11 +343,6 @@ def errors(rank: int, ranks: int) -> None:
         merged.basic_ops[0].reference(torch.ones(1, 4))
     with pytest.raises(ArgumentError, match=r"out_features must be a multiple.*column mode"):
         MergedLinear(4, {"a": 4, "b": 3}, tensor_parallel=True)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -20,19 +20,14 @@ from opfuser import Sequential
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.models.sharding import shard_layers
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.distributed.test_tensor_parallel import same, whole
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 4
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 CONFIG = DecoderConfig(31, 16, 2, 4, num_kv_heads=2, ffn_dim=24, qk_norm=True, dtype=torch.float64)
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def made(model: Sequential, **how: Any) -> tuple[Sequential, torch.optim.Optimizer, int]:
@@ -108,11 +103,6 @@ def policy_of_precision(rank: int, ranks: int) -> None:
     dist.all_reduce(mine)
     torch.testing.assert_close(mine.float() / ranks, exact(*batch).detach(), rtol=1e-3, atol=0)
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,20 +16,14 @@ from torch import Tensor, nn
 from opfuser import BasicLinear, CrossEntropy, Embedding, Linear, Sequential
 from opfuser.basic import _distributed as collectives
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
-from opfuser.fused import _loss_chunks
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
-from tests.fused.losses import Largest
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.fused.losses import Largest, chunked
 
 pytestmark = pytest.mark.distributed
 
 RANKS, DIM = 2, 6
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 F64: Any = {"dtype": torch.float64}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def part(full: Tensor, rank: int, dim: int = 0) -> Tensor:
@@ -178,10 +174,11 @@ def head(classes: int, sequence: int | None, dtype: torch.dtype, **terms: Any) -
     ]
 
 
-def chunks_of(rows: int) -> Any:
-    """Chunks of at least that many rows, four of them if there are enough."""
-    limits = _loss_chunks._Limits(rows, 1, 1 << 40)
-    return mock.patch.multiple(_loss_chunks, _MULTIPLE=rows, _CPU=limits, _GPU=limits)
+@contextlib.contextmanager
+def chunks_of(rows: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        chunked(patch, rows)
+        yield
 
 
 @check
@@ -317,11 +314,6 @@ def errors(rank: int, ranks: int) -> None:
         op.reference(torch.ones(1, 2), torch.tensor([1]))
     text = "classes {} to {} of 5".format(*((0, 2), (3, 4))[rank])
     assert text in repr(CrossEntropy(tensor_parallel=True, num_classes=5))
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

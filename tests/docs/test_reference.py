@@ -91,8 +91,12 @@ def test_every_operation_has_a_row() -> None:
     assert sorted(names) == sorted(basic.__all__)
 
 
-@pytest.mark.parametrize("row", OPERATIONS.values(), ids=list(OPERATIONS))
-def test_row_names_what_the_operation_declares(row: Row) -> None:
+def test_rows_name_what_operations_declare() -> None:
+    for row in OPERATIONS.values():
+        assert_declared(row)
+
+
+def assert_declared(row: Row) -> None:
     op = make(row.name)
     declared = {} if op.Saved is None else op.Saved.__annotations__
     saved = [f"({n})" if "None" in str(kind) else n for n, kind in declared.items()]

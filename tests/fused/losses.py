@@ -43,9 +43,9 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 def chunked(monkeypatch: pytest.MonkeyPatch, rows: int, large: int = 1 << 40) -> None:
     """Chunks of at least that many rows, four of them if there are enough."""
-    monkeypatch.setattr(_loss_chunks, "_MULTIPLE", rows)
-    monkeypatch.setattr(_loss_chunks, "_CPU", _loss_chunks._Limits(rows, 1, large))
-    monkeypatch.setattr(_loss_chunks, "_GPU", _loss_chunks._Limits(rows, 1, large))
+    limits = _loss_chunks._Limits(rows, 1, large)
+    for name, value in {"_MULTIPLE": rows, "_CPU": limits, "_GPU": limits}.items():
+        monkeypatch.setattr(_loss_chunks, name, value)
 
 
 def head(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Sequential:

@@ -63,9 +63,7 @@ def test_bf16(name: str) -> None:
         assert (mine - right).norm() <= 2 * (theirs - right).norm()
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt_bigcode", "mixtral"]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_bigcode", "mixtral"])
 def test_generates_the_same_tokens(name: str) -> None:
     model, untouched, _ = pair(name)
     tokens = batch_of(name)["input_ids"]

@@ -9,6 +9,9 @@ was read from memory points to has to lie in a tensor that Python knows.
 So that whatever is computed from a pointer tells whose it is, an argument's address carries its
 number in the bits that no address has, until memory is accessed. Hints to the compiler, which makes
 accesses wide by them, are held to the values that they are about.
+
+The interpreter takes the place of Triton's language anew for each function that a kernel calls,
+which is a third of its time; here it does so once a launch.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    import triton
     from triton.runtime import interpreter
     from triton.runtime.errors import InterpreterError
 
@@ -91,6 +95,7 @@ class _Launch:
     names: dict[int, str] = {}  # noqa: RUF012  # replaced, not changed
     extents: list[Extent] = []  # noqa: RUF012
     live: list[Extent] | None = None
+    interpreted: set[str] = set()  # noqa: RUF012  # of Triton's modules
 
 
 def check(what: str, pointers: Any, mask: Any | None) -> Any:
@@ -166,16 +171,29 @@ def watch() -> None:
     load, store = Builder.create_masked_load, Builder.create_masked_store
     modify, compare = Builder.create_atomic_rmw, Builder.create_atomic_cas
     copies, call, convert = Executor._init_args_hst, Executor.__call__, interpreter._implicit_cvt
-    hint = Handle.set_attr
+    hint, interpret = Handle.set_attr, interpreter._patch_lang
 
     def named(self: Any, args: Any, kwargs: Any) -> Any:
         copied, more = copies(self, args, kwargs)
         rows = [*zip(self.arg_names, copied), *more.items()]
         _Launch.kernel, _Launch.extents, _Launch.live = self.fn.__name__, [], None
+        _Launch.interpreted = set()
         _Launch.names = {id(arg): name for name, arg in rows}
         COUNTS["launches"] += 1
         KERNELS.add(f"{self.fn.__module__}.{self.fn.__name__}")
         return copied, more
+
+    def interpreted(fn: Any) -> Any:
+        names = fn.__globals__.get("_modules_of_the_language")
+        if names is None:
+            known = {id(value) for value in fn.__globals__.values()}
+            both = triton.language, triton.language.core
+            names = {module.__name__ for module in both if id(module) in known}
+            fn.__globals__["_modules_of_the_language"] = names
+        if names <= _Launch.interpreted:
+            return None  # of the functions that are called; a launch takes back its own
+        _Launch.interpreted |= names
+        return interpret(fn)
 
     def numbered(arg: Any) -> Any:
         made = convert(arg)
@@ -200,7 +218,7 @@ def watch() -> None:
         hint(self, key, values)
         check_hint(key, self)
 
-    interpreter._implicit_cvt = numbered
+    interpreter._implicit_cvt, interpreter._patch_lang = numbered, interpreted
     Executor._init_args_hst, Executor.__call__, Handle.set_attr = named, launched, hinted
     Builder.create_masked_load = lambda self, at, mask, *rest, **more: load(
         self, check("load", at, mask), mask, *rest, **more

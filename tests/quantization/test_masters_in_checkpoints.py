@@ -102,8 +102,9 @@ def assert_equal(exact: Training, other: Training) -> None:
     ("options", "fp8"),  # gloo broadcasts no codes of the model
     [(name, fp8) for name in OPTIONS for fp8 in (False, True) if not fp8 or name != "from rank 0"],
 )
-@pytest.mark.parametrize("order", [model_first, optimizer_first, together])
-@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(
+    ("order", "steps"), [(model_first, 0), (optimizer_first, 1), (together, 0), (model_first, 1)]
+)
 def test_checkpoints(
     options: str, order: Callable[..., None], steps: int, fp8: bool, tmp_path: Path
 ) -> None:
@@ -126,10 +127,11 @@ def test_checkpoints(
     assert_continues(exact, other)
 
 
+@pytest.mark.parametrize(
+    ("options", "fp8", "preserve"),
+    [("as it is", False, True), ("as it is", True, False), ("flat", True, True)],
+)
 @pytest.mark.parametrize("make", [SGD, partial(SGD, momentum=0.9), Adagrad])
-@pytest.mark.parametrize("options", ["as it is", "flat"])
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("preserve", [False, True])
 def test_checkpoints_of_other_optimizers(
     make: Make, options: str, fp8: bool, preserve: bool
 ) -> None:

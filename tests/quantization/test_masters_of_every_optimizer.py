@@ -78,6 +78,13 @@ CASES = _cases()
 every_optimizer = pytest.mark.parametrize(
     ("case", "fp8"), [(case, bool(n % 2)) for n, case in enumerate(CASES)]
 )
+each_kind = pytest.mark.parametrize(
+    ("case", "fp8"),
+    [
+        (next(case for case in CASES if case.startswith(f"{kind.__name__}(")), bool(n % 2))
+        for n, kind in enumerate(_OPTIONS)
+    ],
+)
 in_bf16_and_fp8 = pytest.mark.parametrize("fp8", [False, True])
 STARTS_WITH_STATE = "Adagrad"
 
@@ -118,7 +125,7 @@ def test_steps(case: str, fp8: bool) -> None:
         assert {**group, "params": 0} == {**theirs, "params": 0}
 
 
-@every_optimizer
+@each_kind
 def test_closures(case: str, fp8: bool) -> None:
     seq, other = model(fp8), model(fp8)
     optimizer, hand = MasterWeights(seq, CASES[case]), ByHand(other, CASES[case])
@@ -173,7 +180,7 @@ def test_state_dicts(case: str, fp8: bool) -> None:
     assert_continues((seq, optimizer), (other, resumed))
 
 
-@every_optimizer
+@each_kind
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies(case: str, fp8: bool, copied: Callable[[Any], Any]) -> None:
     """Of the optimiser alone, before or after the model, and of what has taken no step."""
@@ -204,7 +211,7 @@ def assert_continues(exact: Any, *others: Any) -> None:
             torch.testing.assert_close(state[number], kept, rtol=0, atol=0)
 
 
-@every_optimizer
+@each_kind
 def test_add_param_group(case: str, fp8: bool) -> None:
     seq = model(fp8)
     params = list(seq.parameters())

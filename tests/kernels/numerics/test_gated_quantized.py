@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -220,7 +219,14 @@ def assert_same(got: Codes, want: Codes, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "source"),
-    [*zip(PRODUCTS, itertools.cycle([torch.bfloat16, torch.float32, torch.float16]))],
+    [
+        ("geglu", torch.bfloat16),
+        ("situ", torch.float32),
+        ("no linear units, capped", torch.float16),
+        ("swiglu in blocks of 3", torch.float32),
+        ("swiglu in blocks of 24", torch.bfloat16),
+        ("clamped in blocks of 1", torch.float16),
+    ],
     ids=str,
 )
 def test_products(name: str, source: torch.dtype, device: torch.device) -> None:
@@ -234,11 +240,9 @@ def test_products(name: str, source: torch.dtype, device: torch.device) -> None:
     [
         ("swiglu", 1, 3, torch.bfloat16, E5M2, E4M3),
         ("swiglu", 127, 65, torch.float32, E4M3, E4M3),
-        ("swiglu", 128, 128, torch.bfloat16, E5M2, E4M3),
         ("swiglu", 129, 130, torch.float16, E5M2, E5M2),
         ("clamped", 130, 33, torch.bfloat16, E4M3, E5M2),
         ("no linear units", 129, 65, torch.float32, E5M2, E4M3),
-        ("no linear units", 128, 128, torch.bfloat16, E5M2, E4M3),
         ("swiglu in blocks of 8", 129, 136, torch.bfloat16, E5M2, E4M3),
         ("swiglu in blocks of 1", 129, 66, torch.bfloat16, E4M3, E4M3),
     ],
@@ -262,7 +266,6 @@ def test_shapes(
     ("name", "rows", "cols", "source", "of_bias", "layout"),
     [
         ("gelu_erf", 129, 65, torch.bfloat16, torch.float32, "contiguous"),
-        ("gelu_tanh", 128, 128, torch.bfloat16, torch.bfloat16, "contiguous"),
         ("swish", 1, 3, torch.float32, torch.float16, "every second column"),
         ("relu", 127, 64, torch.float16, torch.float64, "contiguous"),
         ("softplus", 3, 33, torch.float16, torch.float16, "every second column"),
@@ -311,11 +314,9 @@ BLOCKS: dict[str, Glu | ScalarFunction] = {
 @pytest.mark.parametrize(
     ("name", "rows", "cols", "source", "power_of_two", "square_cols"),
     [
-        ("swiglu", 1, 128, torch.bfloat16, True, True),
         ("swiglu", 129, 256, torch.float32, False, True),
         ("geglu", 127, 128, torch.float16, False, False),
-        ("clamped", 130, 128, torch.bfloat16, True, False),
-        ("situ", 128, 128, torch.bfloat16, False, True),
+        ("clamped", 1, 128, torch.bfloat16, True, False),
         ("no linear units", 129, 256, torch.bfloat16, True, True),
         ("swiglu in blocks of 128", 3, 256, torch.bfloat16, True, False),
     ],
@@ -337,13 +338,13 @@ def test_blocks(
     check_blocks(f, x, dy, None, dtype, **how)
 
 
-@pytest.mark.parametrize("name", ["gelu_erf", "gelu_tanh", "swish", "relu"])
+@pytest.mark.parametrize("name", ["gelu_erf", "relu"])
 def test_blocks_with_a_bias(name: str, device: torch.device) -> None:
     x, dy = (uneven(100, 128, torch.bfloat16, device) for _ in range(2))
     check_blocks(FUNCTIONS[name], x, dy, torch.randn(128, device=device))
 
 
-@pytest.mark.parametrize("interleave", [256, 128, 32])
+@pytest.mark.parametrize("interleave", [256, 32])
 def test_blocks_by_their_definition(interleave: int, device: torch.device) -> None:
     """With ReLU the values of bf16 are exact in fp32, and so are all codes and scales."""
     f = Glu(Relu(), None, interleave)
@@ -415,13 +416,11 @@ def check_saved(
 @pytest.mark.parametrize(
     ("name", "rows", "cols", "source", "layout"),
     [
-        ("swiglu", 1, 128, torch.bfloat16, "contiguous"),
         ("swiglu", 129, 256, torch.float32, "rows apart"),
         ("swiglu in blocks of 128", 130, 256, torch.bfloat16, "contiguous"),
-        ("geglu", 128, 128, torch.float16, "contiguous"),
-        ("clamped", 127, 128, torch.bfloat16, "every second column"),
-        ("situ", 3, 128, torch.float32, "transposed"),
-        ("no linear units", 129, 256, torch.bfloat16, "contiguous"),
+        ("clamped", 127, 128, torch.float16, "every second column"),
+        ("situ", 1, 128, torch.float32, "transposed"),
+        ("no linear units", 9, 256, torch.bfloat16, "contiguous"),
     ],
     ids=str,
 )
@@ -434,21 +433,20 @@ def test_x_is_saved_as_codes(
     check_saved(f, x, dy, TensorScaling(torch.full((1,), 30.0, device=device), E4M3))
 
 
-@pytest.mark.parametrize("name", ["gelu_erf", "relu"])
-def test_x_before_a_bias_is_saved_as_codes(name: str, device: torch.device) -> None:
+def test_x_before_a_bias_is_saved_as_codes(device: torch.device) -> None:
     x, dy = (tensor(129, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
     bias = tensor(1, 128, dtype=torch.bfloat16, device=device)[0]
     how = TensorScaling(torch.full((1,), 30.0, device=device), E4M3)
-    check_saved(FUNCTIONS[name], x, dy, how, bias)
+    check_saved(FUNCTIONS["gelu_erf"], x, dy, how, bias)
 
 
-@pytest.mark.parametrize("interleave", [None, 128, 256])
+@pytest.mark.parametrize("interleave", [None, 128])
 def test_each_row_of_128_columns_of_x_has_a_scale(
     interleave: int | None, device: torch.device
 ) -> None:
     """Gradients of ReLU at values of codes are exact but for their rounding."""
     f = Glu(Relu(), None, interleave)
-    x, dy = (uneven(130, n, torch.bfloat16, device) for n in (1024, 512))
+    x, dy = (uneven(130, n, torch.bfloat16, device) for n in (512, 256))
     how = TensorScaling(torch.ones(1, device=device), E4M3)
     _, codes = gated_forward_and_input(x, None, product_spec(f), how)
     assert codes is not None
@@ -461,7 +459,7 @@ def test_each_row_of_128_columns_of_x_has_a_scale(
     assert_same(from_codes.h, from_values.h, "h")
 
 
-@pytest.mark.parametrize("name", ["swiglu", "no linear units", "swiglu in blocks of 128"])
+@pytest.mark.parametrize("name", ["no linear units", "swiglu in blocks of 128"])
 def test_blocks_from_codes_of_x(name: str, device: torch.device) -> None:
     """In the dtype of dy; nothing is rounded twice in fp32."""
     f, how = BLOCKS[name], BlockScaling(E4M3)
@@ -597,9 +595,10 @@ def test_no_rows(device: torch.device) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("powers", [(False, True), (True, False)])
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("name", ["swiglu", "no linear units"])
+@pytest.mark.parametrize(
+    ("name", "saved", "powers"),
+    [("swiglu", True, (False, True)), ("no linear units", False, (True, False))],
+)
 def test_scales_from_largest_values(
     name: str, saved: bool, powers: tuple[bool, bool], device: torch.device
 ) -> None:

@@ -32,6 +32,15 @@ SIZES = {
     "one group": [7],
 }
 each_routing = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+def each_routing_with(names: str, *values: Any) -> pytest.MarkDecorator:
+    """Each routing with one of the values, the uneven one with all of them."""
+    pairs = [*zip(SIZES, itertools.cycle(values)), *(("uneven", value) for value in values[2:])]
+    rows = [(SIZES[name], *(v if isinstance(v, list) else [v])) for name, v in pairs]
+    return pytest.mark.parametrize(f"sizes, {names}", rows, ids=[f"{n}-{v}" for n, v in pairs])
+
+
 NAN = float("nan")
 
 
@@ -104,16 +113,12 @@ def test_groups_stay_within_their_rows(device: torch.device) -> None:
     assert found.tolist() == [[3, 3, 150, 150, 150], [128, 256, 512, 640, 768]]
 
 
-@each_routing
-@pytest.mark.parametrize(
-    ("features", "source", "scaling"),
-    [
-        (16, torch.float32, VectorScaling(E4M3)),
-        (48, torch.bfloat16, VectorScaling(E5M2)),
-        (128, torch.bfloat16, VectorScaling(E4M3, power_of_two=True)),
-        (208, torch.float16, VectorScaling(E4M3)),
-    ],
-    ids=str,
+@each_routing_with(
+    "features, source, scaling",
+    [16, torch.float32, VectorScaling(E4M3)],
+    [48, torch.bfloat16, VectorScaling(E5M2)],
+    [128, torch.bfloat16, VectorScaling(E4M3, power_of_two=True)],
+    [208, torch.float16, VectorScaling(E4M3)],
 )
 def test_a_scale_for_each_row_and_column(
     sizes: list[int],
@@ -144,8 +149,7 @@ def test_rows_that_are_not_finite_or_zero(device: torch.device) -> None:
     assert made.col_scale.isnan().nonzero().flatten().tolist() == [4, 32 + 7]
 
 
-@each_routing
-@pytest.mark.parametrize("measured", [False, True])
+@each_routing_with("measured", False, True)
 def test_one_scale_is_that_of_every_row(
     sizes: list[int], measured: bool, device: torch.device
 ) -> None:
@@ -169,9 +173,10 @@ def test_one_scale_is_that_of_every_row(
         assert seen.item() == (x.abs().max().item() if len(x) else 0)
 
 
-@pytest.mark.parametrize("rows", [16, 128, 144])
-@pytest.mark.parametrize("scales", ["vectors", "own", "one"])
-def test_matrices_of_one_size_need_no_ends(rows: int, scales: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("scales", "rows"), [("vectors", 144), ("own", 16), ("own", 144), ("one", 128)]
+)
+def test_matrices_of_one_size_need_no_ends(scales: str, rows: int, device: torch.device) -> None:
     """Weights of all groups, one below the other: each has its scale, or its scales."""
     count, features = 3, 48
     x, sizes = matrix(count * rows, features, device, torch.bfloat16), [rows] * count
@@ -193,11 +198,11 @@ def test_matrices_of_one_size_need_no_ends(rows: int, scales: str, device: torch
         assert torch.equal(bits_of(made.cols)[:, padded][:, :rows], bits[at].t())
 
 
-@each_routing
-@pytest.mark.parametrize(
+@each_routing_with(
     "scaling",
-    [BlockScaling(E4M3), BlockScaling(E4M3, power_of_two=False), BlockScaling(E4M3, True, True)],
-    ids=str,
+    BlockScaling(E4M3),
+    BlockScaling(E4M3, power_of_two=False),
+    BlockScaling(E4M3, True, True),
 )
 def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -> None:
     x, ends = matrix(sum(sizes), 256, device, torch.bfloat16), ends_of(sizes, device)
@@ -278,15 +283,11 @@ def assert_product(got: Tensor, left: Matrix, right: Matrix, dtype: torch.dtype)
     torch.testing.assert_close(got.cpu().double(), want, rtol=eps, atol=allowed)
 
 
-@each_routing
-@pytest.mark.parametrize(
-    ("n", "k", "dtype", "formats", "split"),
-    [
-        (16, 48, torch.bfloat16, (E4M3, E4M3), False),
-        (144, 272, torch.float32, (E5M2, E4M3), True),
-        (128, 128, torch.float16, (E4M3, E4M3), True),
-    ],
-    ids=str,
+@each_routing_with(
+    "n, k, dtype, formats, split",
+    [16, 48, torch.bfloat16, (E4M3, E4M3), False],
+    [144, 272, torch.float32, (E5M2, E4M3), True],
+    [128, 128, torch.float16, (E4M3, E4M3), True],
 )
 def test_products_of_vectors(
     sizes: list[int],
@@ -331,8 +332,7 @@ def test_products_of_vectors(
         assert_product(dw[g], left, right, dtype)
 
 
-@each_routing
-@pytest.mark.parametrize("squares", [False, True])
+@each_routing_with("squares", False, True)
 def test_products_of_blocks(sizes: list[int], squares: bool, device: torch.device) -> None:
     n, k, count, dtype = 128, 384, len(sizes), torch.float32
     ends = ends_of(sizes, device)
@@ -374,17 +374,12 @@ def test_results_in_given_memory(device: torch.device) -> None:
     torch.testing.assert_close(out, rows_by_matrices(*given, torch.float32, split=True))
 
 
-@each_routing
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        VectorScaling(E4M3),
-        TensorScaling(torch.tensor([3.0]), E5M2),
-        BlockScaling(E4M3, True, True),
-    ],
-    ids=lambda scaling: type(scaling).__name__,
+@each_routing_with(
+    "scaling, integer",
+    [VectorScaling(E4M3), torch.int64],
+    [TensorScaling(torch.tensor([3.0]), E5M2), torch.int32],
+    [BlockScaling(E4M3, True, True), torch.int32],
 )
-@pytest.mark.parametrize("integer", [torch.int64, torch.int32], ids=str)
 def test_rows_that_are_gathered(
     sizes: list[int], scaling: Any, integer: torch.dtype, device: torch.device
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -159,8 +160,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize(("shape", "source", "wanted", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "source", "wanted", "layout", "dtype"),
+    [(*case, dtype) for case, dtype in zip(CASES, itertools.cycle([E4M3, E5M2]))],
+    ids=str,
+)
 def test_mxfp8(
     shape: tuple[int, int],
     source: torch.dtype,
@@ -240,8 +244,10 @@ def test_every_value_of_e2m1_its_ties_and_their_neighbours(device: torch.device)
     torch.testing.assert_close(values_of(made.rows.cpu())[:8, 1], -grid, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("amax", [1e-45, 1e-37, 2.0**-126, 1.0, 2.0**126, HUGE, 0.0, INF, NAN])
-@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize(
+    ("amax", "squares"),
+    [*zip([1e-45, 1e-37, 2.0**-126, 1.0, HUGE, 0.0, INF, NAN], [False, True] * 4), (1.0, False)],
+)
 def test_nvfp4_of_what_is_extreme(amax: float, squares: bool, device: torch.device) -> None:
     """Blocks far below the largest one have a scale of 0, and codes 0."""
     x = torch.zeros(34, 64)
@@ -263,7 +269,7 @@ def hadamard() -> Tensor:
     return h * signs.double() / 4
 
 
-@pytest.mark.parametrize("rows", [1, 16, 37, 130])
+@pytest.mark.parametrize("rows", [1, 16, 130])
 def test_columns_are_transformed(rows: int, device: torch.device) -> None:
     """Values that fp32 adds exactly, so that one matrix product gives the same."""
     x = torch.randint(-64, 65, (rows, 96), device=device).float()
@@ -309,11 +315,18 @@ def test_stochastic_rounding_is_right_on_average(device: torch.device) -> None:
     assert 0.4 < same < 0.8, "another seed, other numbers"
 
 
-@pytest.mark.parametrize("transform", [False, True])
-@pytest.mark.parametrize("shape", [(1, 32), (130, 96), (128, 128)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("transform", "shape", "dtype"),
+    [
+        (False, (1, 32), torch.bfloat16),
+        (False, (130, 96), torch.float32),
+        (True, (1, 32), torch.float32),
+        (True, (130, 96), torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_kernels_give_the_bits_of_plain_torch(
-    shape: tuple[int, int], dtype: torch.dtype, transform: bool, device: torch.device
+    transform: bool, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Also where values are rounded stochastically, and where the transform rounds."""
     x = uneven(*shape, dtype, device)

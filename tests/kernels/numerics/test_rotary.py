@@ -13,11 +13,11 @@ from torch import Tensor
 
 from opfuser import QKNorm, RotaryEmbedding, Sequential
 from opfuser.kernels import rotary as family
-from opfuser.kernels import rotary_plain
 from opfuser.kernels.launch import recorded
 from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
 from opfuser.kernels.rotary_plain import Rotation
 from tests.kernels.accuracy import assert_accurate, cut_off
+from tests.kernels.blocks import small_blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -316,8 +316,7 @@ def test_rows_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     """With few programs each takes several rows, as a block of plain torch does."""
     monkeypatch.setattr(family, "multiprocessors", lambda _: 1)
     heads = CASES["partial halves"]
-    monkeypatch.setattr(rotary_plain, "_BLOCK", 2 * 3 * heads.features // torch.get_num_threads())
-    monkeypatch.setattr(rotary_plain, "_MIN_BLOCKS", 1)
+    small_blocks(monkeypatch, 2 * 3 * heads.features)
     for dtype in (torch.float32, torch.float16):
         check_norm(given(heads, dtype, device, (3, 3)), heads, turn=True)
 

@@ -65,8 +65,9 @@ def ours(op: TopKRouter, x: Tensor, mask: Tensor | None, grads: list[Tensor]) ->
     return [t for t in (*made[:6], dx) if t is not None]
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("tokens", [1, 37, 300])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*((name, 37) for name in ROUTERS), ("DeepSeek-V3", 1), ("sigmoid", 300)]
+)
 def test_values_and_gradients(name: str, tokens: int, device: torch.device) -> None:
     op = ROUTERS[name].to(device)
     experts, k = op.num_experts, op.top_k
