@@ -435,7 +435,7 @@ class OperationFuser(TracedCalls):
     def planned(
         self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
     ) -> Planned:
-        """The plan for tensors of these dtypes, of any shapes, and what a call with them returns."""
+        """The plan for tensors of these dtypes, of any shapes, and what their call returns."""
         with self._local_values():
             parameters = self._fake_parameters()
             plan = self._program(input_, parameters, extra_inputs).plan
