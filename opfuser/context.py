@@ -154,7 +154,7 @@ class OperationContext:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Saves ``tensors`` for backward. Called in forward, at most once per operation.
+        """Saves tensors of any shapes and dtypes for backward, at most once per operation.
 
         A fused operation that saves less than an operation whose forward it has called sets
         ``to_save`` to the tuple of what remains.
@@ -221,7 +221,7 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
     """The dtype in which an operation computes: that of autocast if active, else the input's.
 
     Args:
-        input_: the operation's input.
+        input_: the operation's input, of any shape.
         op: the operation, for the error text.
 
     Raises:

@@ -55,8 +55,8 @@ def can_fuse(ops: nn.Module | Sequence[nn.Module], name: str, *example: Tensor) 
     Args:
         ops: a Sequential, or operations, compounds and modules in forward order.
         name: of the fusion.
-        *example: input and extra inputs. Dtype, device and ``requires_grad`` are read; tensors of
-            the meta device do.
+        *example: input and extra inputs, of any shape. Dtype, device and ``requires_grad`` are
+            read; tensors of the meta device do.
 
     Raises:
         UnknownFusionError: no fusion of that name is registered.

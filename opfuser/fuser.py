@@ -369,7 +369,7 @@ class OperationFuser(TracedCalls):
         return name, False
 
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
-        """The plan that a call with these tensors would follow."""
+        """The plan that a call with tensors of these dtypes, and any shapes, would follow."""
         self._check(input_, extra_inputs)
         with self._local_values():
             return self._program(input_, self._fake_parameters(), extra_inputs).plan
@@ -392,7 +392,7 @@ class OperationFuser(TracedCalls):
     def planned(
         self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
     ) -> Planned:
-        """The plan for tensors like these, and what the call returns; nothing is computed."""
+        """The plan for tensors of these dtypes, of any shapes, and what their call returns."""
         with self._local_values():
             parameters = self._fake_parameters()
             plan = self._program(input_, parameters, extra_inputs).plan

@@ -63,8 +63,8 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: of llama3.
         short_factor, long_factor: of longrope, which needs ``factor`` or ``attention_factor`` too.
         partial_rotary_factor: of proportional; None is 1.
-        frequencies: of custom: radians per position, one for each pair; a sequence, or a tensor,
-            whose values are read here and now.
+        frequencies: of custom: radians per position, one for each pair; a sequence, or a tensor
+            of that shape and any dtype, whose values are read here and now.
 
     Raises:
         ArgumentError: the type is unknown, lacks an argument or does not take one; or a number is

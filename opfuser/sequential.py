@@ -319,7 +319,7 @@ class Sequential(ModuleSequence):
         the autograd graph, whose backward follows the plan's backward steps.
 
         Args:
-            input: what the first operation or module takes.
+            input: what the first operation or module takes: their pages have shapes and dtypes.
             *extra_inputs: of all operations that read one from the caller, in operation order.
             op_kwargs: keyword arguments of the forward of basic operations, by operation or by
                 index in this Sequential; negative indices count from the end.
@@ -430,7 +430,7 @@ class Sequential(ModuleSequence):
         :attr:`last_plan` follows what the last call really returned.
 
         Args:
-            input: as of a call; its dtype, device and ``requires_grad`` are read.
+            input: as of a call; dtype, device and ``requires_grad`` are read, its shape is not.
             *extra_inputs: as of a call.
 
         Raises:

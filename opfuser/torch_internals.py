@@ -397,7 +397,8 @@ def product_settings() -> tuple[Any, ...]:
 
 # torch.compile and torch.export.
 
-_find("torch.compiler:_is_compiling_flag", None)
+# Found, it is the flag as it was at import.
+_compiling_flag: Any = _needed("torch.compiler:_is_compiling_flag", "torch.compile")
 _find("torch.compiler:_is_exporting_flag", None)
 
 
@@ -419,6 +420,8 @@ def compiling(flag: bool = True) -> Iterator[None]:
 
     As torch.export does it; torch.compile itself does from 2.13 on.
     """
+    if callable(_compiling_flag):
+        _compiling_flag()
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = flag
     try:
@@ -454,6 +457,7 @@ def mark_dynamic(t: Tensor, dim: int) -> None:
 
 # Modules.
 
+_call_impl: Any = _needed("torch.nn:Module._call_impl", "Observing the calls of modules")
 _GLOBAL_HOOKS = "forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"
 # The dicts of hooks that all modules have. Instead: such a hook is there, and nothing is replaced.
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
@@ -467,7 +471,7 @@ def modules_called_by(call: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
     Not of ``__call__``, by which fused operations know their own.
     """
-    original: Any = nn.Module._call_impl
+    original: Any = getattr(nn.Module, "_call_impl", None) or _call_impl()
     nn.Module._call_impl = call(original)  # type: ignore[method-assign]
     try:
         yield

@@ -16,8 +16,8 @@ model(tokens, labels=tokens).loss.backward()
 
 # --8<-- [start:report]
 with torch.no_grad():
-    cache = model(tokens).past_key_values
-model(tokens, past_key_values=cache).logits.sum().backward()
+    logits, cache = model(tokens, return_dict=False)
+model(tokens, None, None, cache).logits.sum().backward()
 first = opfuser.hf.report(model).computed[0]
 assert first.fell_back == (("reads keys of other calls, with gradients enabled", 1),)
 # --8<-- [end:report]

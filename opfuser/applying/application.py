@@ -52,11 +52,11 @@ def apply(
 
     Args:
         model: any module.
-        example: arguments of one call: a mapping of keywords, a tuple of positional arguments, or
-            one tensor. The model is called with them once, in its current modes and without
-            gradients kept, and its buffers and random numbers are as before afterwards. Without an
-            example, the report says of most modules that they were not called yet; that of
-            :func:`report` after the first calls says all.
+        example: arguments of one call, of shapes and dtypes that the model takes: a mapping of
+            keywords, a tuple of positional arguments, or one tensor. The model is called with them
+            once, in its current modes and without gradients kept, and its buffers and random
+            numbers are as before afterwards. Without an example, the report says of most modules
+            that they were not called yet; that of :func:`report` after the first calls says all.
         dry_run: whether to change nothing, and only report.
         fused_loss: whether a cross entropy within a call of the model in training is computed of
             the hidden states, for some tokens at a time, if its logits are the result of a linear

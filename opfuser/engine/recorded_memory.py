@@ -294,5 +294,5 @@ def scratch_of(
         and name not in kept
         and torch.Size(call.about.shape).numel() * call.about.dtype.itemsize <= _SMALL
     }
-    left = [call for call in calls if small.keys().isdisjoint(call.results)]
+    left = [call for call in calls if not small.keys() & call.results]
     return left, tuple(small), Scratch(list(small.values()))

@@ -127,8 +127,9 @@ def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
         model: one of :func:`decoder_lm`, with or without a loss, or of :func:`text_encoder`.
 
     Returns:
-        Tensors by the names of the causal language model, or of the encoder without a head,
-        contiguous; a tied head is the same object as the token table.
+        Tensors by the names of the causal language model, or of the encoder without a head, in the
+        shapes of there and the dtypes of here, contiguous; a tied head is the same object as the
+        token table.
 
     Raises:
         ArgumentError: the model is of another kind.

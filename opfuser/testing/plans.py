@@ -27,8 +27,8 @@ def assert_fused(
 
     Args:
         model: a Sequential; a module that holds some; or a plan.
-        *inputs: input and extra inputs of a Sequential, to plan for. Without them, the plans that
-            each Sequential inside used last are counted.
+        *inputs: input and extra inputs of a Sequential, to plan for: their dtypes are read, their
+            shapes are not. Without them, the plans that each Sequential inside used last count.
         forward, backward, joint: number of steps per fusion of that stage.
 
     Raises:

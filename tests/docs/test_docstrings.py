@@ -227,21 +227,21 @@ def said(kind: type) -> str:
     return "\n\n".join([*texts, *(own(c) for c in kind.__mro__[1:] if c in CLASSES)])
 
 
-def raising() -> Iterator[tuple[str, set[str], str]]:
-    """Path, errors and docstring of every public function, constructor and method."""
+def documented() -> Iterator[tuple[str, Callable[..., Any], type | None, str]]:
+    """Path, function, class and docstring of every public function, constructor and method."""
     for path, value in CALLED:
         if not inspect.isclass(value):
-            yield path, raised(value), own(value)
+            yield path, value, None, own(value)
             continue
-        makers = [getattr(value, name, None) for name in ("__init__", "__post_init__")]
-        found = (raised(f, value) for f in makers if inspect.isfunction(f))
-        yield path, set().union(*found), said(value)
+        for name in ("__init__", "__post_init__"):
+            if inspect.isfunction(maker := getattr(value, name, None)):
+                yield path, maker, value, said(value)
         for name, function in methods(value):
             owner = next(c for c in value.__mro__ if name in vars(c))
-            documented = documented_by(value, name)
-            if documented is not None and (owner is value or owner not in CLASSES):
-                text = f"{inspect.cleandoc(documented[1])}\n\n{said(value)}"
-                yield f"{path}.{name}", raised(function, value), text
+            found = documented_by(value, name)
+            if found is not None and (owner is value or owner not in CLASSES):
+                text = f"{inspect.cleandoc(found[1])}\n\n{said(value)}"
+                yield f"{path}.{name}", function, value, text
 
 
 def bases(error: str) -> set[str]:
@@ -253,7 +253,12 @@ def bases(error: str) -> set[str]:
 OF_ALL = {"Exception", "BaseException", "object", "OpfuserError"}
 # What these call would refuse an index that they have looked up.
 NEVER = {f"opfuser.BasicOperation.get_{what}_quantizer" for what in ("input", "grad_output")}
-RAISING = [case for case in raising() if case[1] and case[0] not in NEVER]
+DOCUMENTED = list(documented())
+RAISING = [
+    (path, raises, text)
+    for path, function, kind, text in DOCUMENTED
+    if path not in NEVER and (raises := raised(function, kind))
+]
 
 
 def test_docstrings_name_the_errors_that_are_raised() -> None:
@@ -279,6 +284,25 @@ def test_operations_say_their_shapes_and_dtypes(word: str) -> None:
     assert re.search(rf"\b{word}s\b.* are those of the operations", page.read_text("utf-8"), re.I)
     others = [p for p in OPERATIONS if p.path not in FUSED and p.value not in BASES]
     assert [p.path for p in others if not re.search(rf"\b{word}s?\b", own(p.value), re.I)] == []
+
+
+def of_tensors(function: Callable[..., Any]) -> bool:
+    """Whether a function takes or returns a tensor, by its annotations."""
+    signature = inspect.signature(function)
+    kinds = [p.annotation for p in signature.parameters.values()] + [signature.return_annotation]
+    return any(re.search(r"\bTensor\b", str(kind)) for kind in kinds)
+
+
+TENSORS = {path: text for path, function, _, text in DOCUMENTED if of_tensors(function)}
+
+
+@pytest.mark.parametrize("word", ["shape", "dtype"])
+def test_what_takes_or_returns_tensors_says_their_shapes_and_dtypes(word: str) -> None:
+    assert len(TENSORS) > 60
+    refers = r"\bas (of|for|in) :func:"
+    said = rf"\b{word}s?\b|{refers}"
+    others = {p: text for p, text in TENSORS.items() if not p.startswith(tuple(FUSED))}
+    assert [path for path, text in others.items() if not re.search(said, text, re.I)] == []
 
 
 UNITS = r"bytes|seconds|fraction|MiB|GiB|milliseconds|microseconds"

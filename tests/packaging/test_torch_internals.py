@@ -255,6 +255,18 @@ except TorchVersionError as error:
     assert "Accumulating gradients needs torch._C._current_graph_task_id." in str(error), error
 else:
     raise AssertionError
+
+del torch.nn.Module._call_impl
+for context, says in (
+    (torch_internals.compiling(), "torch.compile needs torch.compiler._is_compiling_flag."),
+    (torch_internals.modules_called_by(lambda call: call),
+     "Observing the calls of modules needs torch.nn.Module._call_impl."),
+):
+    try:
+        with context:
+            raise AssertionError
+    except TorchVersionError as error:
+        assert str(error).startswith(says), error
 """
 
 
