@@ -23,6 +23,7 @@ CACHES = 4  # size of the inputs of all turns together, in L2 caches
 WARM_UP = 3  # rounds
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
 LONGEST_STALL = 0.05  # seconds
+AGAIN = 5.0  # seconds until a call is interrupted once more, as a finaliser drops what it raises
 
 
 class Spread(NamedTuple):
@@ -148,7 +149,7 @@ class TimeLeft:
 
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
-            signal.setitimer(signal.ITIMER_REAL, self.left)
+            signal.setitimer(signal.ITIMER_REAL, self.left, AGAIN)
             try:
                 return attempt(call)
             finally:

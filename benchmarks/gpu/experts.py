@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from benchmarks import timing
 from benchmarks.gpu import peers
 from benchmarks.gpu.contest import solve
+from benchmarks.gpu.experts_exact import in_float64, normed
 from benchmarks.gpu.hugging_face import MODES
 from benchmarks.gpu.passes import ready
 from benchmarks.gpu.problem import (
@@ -152,7 +153,7 @@ def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int
             return function
 
         def in_block(x: Tensor) -> Tensor:
-            y: Tensor = x + function(F.rms_norm(x, (dim,), source.norm, 1e-5))
+            y: Tensor = x + function(normed(x, source.norm))
             return y
 
         return in_block
@@ -184,6 +185,7 @@ def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int
         {"forward": None, STEP: None},
         tuple(source.parameters()),
         tolerance=TOLERANCE_FP8 if fp8 else TOLERANCE,
+        exact=functools.partial(in_float64, source, top_k),
     )
 
 

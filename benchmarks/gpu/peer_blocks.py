@@ -119,20 +119,29 @@ def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: 
 
 def decoder_layer(source: Any, eps: float) -> Functions:
     """``torch_models.decoder_layer`` of quack's pieces, around torch's attention."""
-    _, _, rotary, attend, _ = source[0]
+    _, _, rotary, attention, _ = source[0]
     norm, qkv, out, second, fc1, fc2 = source.parameters()
     cos, sin = rotary.cos.squeeze(1), rotary.sin.squeeze(1)
-    heads: Any = {"num_heads_q": attend.sizes[0], "headdim": rotary.head_dim}
+    (*turned, _), functional = attention.sizes, nn.functional
 
     def for_quack(tuned: bool) -> Function:
         normed, mlp = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.mlp:mlp_func")
         linear = attribute("quack.linear:linear_func")
-        turn = attribute("quack.rotary:apply_rotary_emb_qkv_")
+        # The one that works in place takes no output of its linear.
+        turn = attribute("quack.rotary:apply_rotary_emb")
         how: Any = {"tuned": tuned, "concat_layout": True}
+
+        def attend(packed: Tensor) -> Tensor:
+            heads = packed.unflatten(-1, (-1, rotary.head_dim))
+            qk, v = heads.tensor_split([rotary.turned], dim=2)
+            parts = (*turn(qk, cos, sin).split(turned, dim=2), v)
+            q, k, v = (t.transpose(1, 2) for t in parts)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return y.transpose(1, 2).flatten(2)
 
         def layer(x: Tensor) -> Any:
             packed = linear(normed(x, norm, eps=eps), qkv, tuned=tuned)
-            x = x + linear(attend(turn(packed, cos, sin, **heads)), out, tuned=tuned)
+            x = x + linear(attend(packed), out, tuned=tuned)
             return x + mlp(normed(x, second, eps=eps), fc1, fc2, "swiglu", **how)
 
         return layer

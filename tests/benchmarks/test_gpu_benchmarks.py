@@ -357,6 +357,20 @@ def test_one_that_takes_too_long_costs_its_own_rows_alone() -> None:
     assert timed == {"quick", "torch", "copy of as many bytes"}
 
 
+def test_an_interruption_that_is_dropped_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "AGAIN", 0.3)
+
+    def call() -> None:
+        with suppress(BaseException):  # as Python does around a finaliser
+            time.sleep(60)
+        time.sleep(60)
+
+    began = time.monotonic()
+    assert timing.TimeLeft(0.3).attempt(call) == (None, "took longer than 0.3 s")
+    assert time.monotonic() - began < 30
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 def test_who_took_too_long_is_not_tried_with_the_next_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -66,17 +66,14 @@ def chunked_linear_cross_entropy(
     return F.cross_entropy(x @ weight.T, target, reduction=reduction)
 
 
-def apply_rotary_emb_qkv_(  # noqa: PLR0917
-    qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Any = None,
-    num_heads_q: Any = None, cu_seqlens: Any = None, max_seqlen: Any = None, headdim: Any = None,
-) -> Tensor:  # fmt: skip
-    heads = qkv.unflatten(-1, (-1, headdim))
-    turned = num_heads_q + (heads.shape[-2] - num_heads_q) // 2
-    assert cos.shape == (qkv.shape[1], headdim // 2)
-    a, b = heads[..., :turned, :].chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([rotated, heads[..., turned:, :]], -2).flatten(-2)
+def apply_rotary_emb(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False
+) -> Tensor:
+    assert not interleaved
+    assert not inplace
+    assert cos.shape == (x.shape[1], x.shape[3] // 2)
+    (a, b), cos, sin = x.chunk(2, -1), cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 STAND_INS = {
@@ -85,7 +82,7 @@ STAND_INS = {
     "quack.mlp": [mlp_func],
     "quack.gemm_interface": [gemm_gated],
     "quack.linear_cross_entropy": [chunked_linear_cross_entropy],
-    "quack.rotary": [apply_rotary_emb_qkv_],
+    "quack.rotary": [apply_rotary_emb],
 }
 
 
