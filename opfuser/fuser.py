@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
@@ -71,9 +70,6 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
-
-for _rule in _fused.FUSIONS:
-    registry.add(_rule, _rule.stage, origin="opfuser")
 
 # A plan is small, but a flag that a user changes at every call must not accumulate plans.
 _MAX_PLANS = 64
@@ -608,4 +604,4 @@ def _run_alone(
 
 
 StandaloneCalls.make_fuser = OperationFuser.alone
-StandaloneCalls.run_alone = staticmethod(_run_alone)
+StandaloneCalls.run = staticmethod(_run_alone)

@@ -12,17 +12,6 @@ from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from . import _gated_math as gated
 
-__all__ = [
-    "GEGLU",
-    "GLU",
-    "QGEGLU",
-    "ClampedSwiGLU",
-    "ReGLU",
-    "SReGLU",
-    "SiTUGLU",
-    "SwiGLU",
-]
-
 
 class _GatedActivation(BasicOperation):
     """Applies a gated product to the two parts of the last dimension.

@@ -24,7 +24,7 @@ from ..errors import (
 )
 from ..gemm_providers import GemmChoice
 from ..torch_internals import constant_result
-from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
+from .fusible import FusibleOperation, StandaloneCalls, restored_children
 from .results import parameter_grads
 
 Returned = TypeVar("Returned")
@@ -181,11 +181,11 @@ class BasicOperation(FusibleOperation):
             ArgumentError: ``recipe`` is neither None nor a recipe.
         """
         for module in (self, self._owner):
-            if module is not None and any(module._modules.get(n) for n in RESTORED_CHILDREN):
-                for name in RESTORED_CHILDREN:
+            if module is not None and any(module._modules.get(n) for n in restored_children()):
+                for name in restored_children():
                     module._modules.pop(name, None)
                 module._touch()
-        for child in RESTORED_CHILDREN.values() if recipe is not None else ():
+        for child in restored_children().values() if recipe is not None else ():
             child.init(self, recipe)
 
     def _quantizer(self, mode: str, index: int) -> Any | None:
@@ -352,7 +352,7 @@ class BasicOperation(FusibleOperation):
         the state dict has the compound's plain names.
         """
         owner._parameters.update(self._parameters)
-        for name in RESTORED_CHILDREN.keys() & self._modules.keys():
+        for name in restored_children().keys() & self._modules.keys():
             owner.add_module(name, self._modules[name])
         self.__dict__["_parameters"] = owner._parameters
         self.__dict__["_owner"] = owner

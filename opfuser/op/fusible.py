@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..change_tracking import DERIVED, Tracked, has_hooks, signature
 from ..context import GradNeeds, OperationContext
 from ..errors import MissingImplementationError, ReadOnlyAttributeError
+from ..later import load
+from ..torch_internals import constant_result
 from ..traced_calls import TracedCalls
 
 
@@ -18,7 +21,21 @@ class StandaloneCalls:
     """What runs one operation outside of a Sequential; ``fuser.py`` sets it."""
 
     make_fuser: Callable[..., Any]
-    run_alone: Callable[..., Any]
+    run: Callable[..., Any] | None = None
+
+    @staticmethod
+    def run_alone(*call: Any) -> Any:
+        """Calls it; the first one loads it, outside of what a tracer sees."""
+        if torch.compiler.is_compiling() or StandaloneCalls.run is None:
+            _load_fuser()
+        assert StandaloneCalls.run is not None
+        return StandaloneCalls.run(*call)
+
+
+@constant_result
+def _load_fuser() -> tuple[()]:
+    load("opfuser.fuser")
+    return ()
 
 
 class RestoredChild(NamedTuple):
@@ -40,6 +57,12 @@ class RestoredChild(NamedTuple):
 
 # By name.
 RESTORED_CHILDREN: dict[str, RestoredChild] = {}
+
+
+def restored_children() -> dict[str, RestoredChild]:
+    """The children that an operation may get, of the module that makes them."""
+    load("opfuser.quantization.recipe_state")
+    return RESTORED_CHILDREN
 
 
 class FusibleOperation(TracedCalls, Tracked):
@@ -93,7 +116,7 @@ class FusibleOperation(TracedCalls, Tracked):
             )
         super().__setattr__(name, value)
         if name == "recipe" and value is None:
-            for child in RESTORED_CHILDREN.values():
+            for child in restored_children().values():
                 child.leave_out(self)
 
     @property
@@ -216,6 +239,7 @@ class FusibleOperation(TracedCalls, Tracked):
 
     def _prepare_alone(self) -> None:
         if self._alone is None:
+            _load_fuser()
             self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
 
     def _prepare_tracing(self) -> None:
@@ -232,7 +256,7 @@ class FusibleOperation(TracedCalls, Tracked):
 
     def _adopt_extra_state(self, state_dict: dict[str, Any], key: str, prefix: str) -> None:
         """Takes what te.ops pickles of every operation, under ``key``, out of a state dict."""
-        for name, child in RESTORED_CHILDREN.items():
+        for name, child in restored_children().items():
             if key in state_dict:
                 child.adopt(self, state_dict, key, f"{prefix}{name}.")
 
@@ -240,7 +264,7 @@ class FusibleOperation(TracedCalls, Tracked):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         self._adopt_extra_state(state_dict, prefix + "_extra_state", prefix)
-        for name, child in RESTORED_CHILDREN.items():
+        for name, child in restored_children().items():
             if name not in self._modules:
                 child.restore(self, state_dict, f"{prefix}{name}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -17,7 +17,7 @@ from opfuser import (
     Sequential,
 )
 from opfuser.errors import NotSupportedError
-from opfuser.op.fusible import RESTORED_CHILDREN
+from opfuser.op.fusible import restored_children
 from opfuser.quantization.te_scales import te_scales
 
 from .conversion import options_of
@@ -95,7 +95,7 @@ def load_te_state_dict(
 
 def _is_scale(name: str) -> bool:
     """Whether an entry is of what an operation keeps of quantised compute."""
-    return not RESTORED_CHILDREN.keys().isdisjoint(name.split("."))
+    return not restored_children().keys().isdisjoint(name.split("."))
 
 
 def _refuse_codes(module: nn.Module, path: str) -> None:
