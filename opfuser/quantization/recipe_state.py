@@ -9,13 +9,13 @@ from torch import nn
 
 from ..context import autocast_dtype
 from ..fusion import Env
+from ..later import load
 from ..op import BasicOperation, FusedOperation, FusibleOperation
 from ..op.fusible import RESTORED_CHILDREN, RestoredChild
 from ..op.kinds import is_built_in, must_be_called
 from ..recipe import DelayedScaling, Recipe
 from .region import active_recipe, check_recipe
 from .state import ROLES, QuantizationState, make_state, restore_state
-from .te_scales import te_scales
 from .weights import recipe_of_new_weights
 
 
@@ -107,6 +107,7 @@ def _leave_out(op: FusibleOperation) -> None:
 
 def _adopt(op: FusibleOperation, state_dict: dict[str, Any], key: str, prefix: str) -> None:
     linear = [part for part in getattr(op, "basic_ops", (op,)) if part.takes_part_in_recipes]
+    te_scales = load("opfuser.quantization.te_scales:te_scales")
     state_dict.update(te_scales(key, state_dict.pop(key), [prefix] * len(linear)))
 
 

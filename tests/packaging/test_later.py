@@ -29,7 +29,7 @@ def construct(makes):
     except BaseException as error:
         errors.append(error)
 names = [lambda: opfuser.Linear(8, 8), lambda: opfuser.RMSNorm(8), lambda: opfuser.GELU()]
-names += [lambda: opfuser.fused.BackwardActivationBias(bias=opfuser.Bias(8), activation=opfuser.GELU())]
+names += [lambda: opfuser.basic.SiLU()]
 threads = [threading.Thread(target=construct, args=[names[n:] + names[:n]]) for n in range(4)]
 for thread in threads:
     thread.start()
