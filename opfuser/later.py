@@ -51,7 +51,8 @@ def names(
         return value
 
     def listed() -> list[str]:
-        modules = {module.name for module in iter_modules(namespace["__path__"])}
-        return sorted({*namespace, *namespace["__all__"], *modules})
+        modules = (module.name for module in iter_modules(namespace["__path__"]))
+        public = (name for name in modules if name[0] != "_")
+        return sorted({*namespace, *namespace["__all__"], *public})
 
     return bind, listed
