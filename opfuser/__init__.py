@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from . import basic, events, gemm_providers, recipe
-from .attention.cache import KVCache
-from .basic.lora_linear import LoRAAdapter
-from .engine.plan import FusionRecord, Plan, Step
-from .engine.replay_options import replay
-from .engine.routing import PrivateChannel
-from .events import record_events
+from . import basic
+from . import operators as _operators  # noqa: F401 - of programs that are loaded
 from .fused import FUSIONS as _FUSIONS
-from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
-from .linear import Linear
-from .merged_linear import MergedLinear
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from .quantization.quantizers import keep_quantized_weights
-from .quantization.recipe_state import init_recipe_state
-from .quantization.region import autocast, fp8_autocast
-from .quantization.watch import QuantizationRecord, watch_quantization
-from .quantization.weights import fp8_model_init, quantized_model_init
+from .later import names
 from .registry import (
     FusionHandle,
     disable,
@@ -36,19 +22,31 @@ from .registry import (
     register_forward_fusion,
 )
 from .registry.handles import registry as _registry
-from .rope import RopeScaling
-from .sequential import Residual, Sequential
 
-if TYPE_CHECKING:  # what is loaded when it is used: operations, and names and places as in _LATER
-    from . import optim
+if TYPE_CHECKING:  # what is loaded when it is used: operations, modules, and what _LATER names
+    from . import events, gemm_providers, optim, recipe
     from .applying import apply, revert
+    from .attention.cache import KVCache
     from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
-    from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
-    from .basic.gated_activation import *  # noqa: F403
-    from .basic.scaled_activation import *  # noqa: F403
+    from .basic.lora_linear import LoRAAdapter
+    from .engine.plan import FusionRecord, Plan, Step
+    from .engine.replay_options import replay
+    from .engine.routing import PrivateChannel
+    from .events import record_events
     from .expectations import Answer, can_fuse, require_fusions
+    from .fuser import OperationFuser
     from .integrations.conversion import from_torch
     from .integrations.torch_nn import to_torch
+    from .linear import Linear
+    from .merged_linear import MergedLinear
+    from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+    from .quantization.quantizers import keep_quantized_weights
+    from .quantization.recipe_state import init_recipe_state
+    from .quantization.region import autocast, fp8_autocast
+    from .quantization.watch import QuantizationRecord, watch_quantization
+    from .quantization.weights import fp8_model_init, quantized_model_init
+    from .rope import RopeScaling
+    from .sequential import Residual, Sequential
 
 __version__ = "0.1.0"
 
@@ -112,42 +110,43 @@ __all__ = [
 ]
 __all__ += basic.__all__
 
-# What a sequence that runs does not need, by the module that has it.
+# The module of each name besides the operations.
 _LATER = {
     "Answer": "expectations",
+    "BasicOperation": "op",
+    "FusedOperation": "op",
+    "FusibleOperation": "op",
+    "FusionRecord": "engine.plan",
+    "KVCache": "attention.cache",
+    "Linear": "linear",
+    "LoRAAdapter": "basic.lora_linear",
+    "MergedLinear": "merged_linear",
+    "OperationContext": "op",
+    "OperationFuser": "fuser",
+    "Plan": "engine.plan",
+    "PrivateChannel": "engine.routing",
+    "QuantizationRecord": "quantization.watch",
+    "Residual": "sequential",
+    "RopeScaling": "rope",
+    "Sequential": "sequential",
+    "Step": "engine.plan",
     "apply": "applying",
+    "autocast": "quantization.region",
     "can_fuse": "expectations",
+    "fp8_autocast": "quantization.region",
+    "fp8_model_init": "quantization.weights",
     "from_torch": "integrations.conversion",
+    "init_recipe_state": "quantization.recipe_state",
+    "keep_quantized_weights": "quantization.quantizers",
+    "quantized_model_init": "quantization.weights",
+    "record_events": "events",
+    "replay": "engine.replay_options",
     "require_fusions": "expectations",
     "revert": "applying",
     "to_torch": "integrations.torch_nn",
+    "watch_quantization": "quantization.watch",
 }
-_LATER_MODULES = (
-    "applying",
-    "expectations",
-    "hf",
-    "integrations",
-    "models",
-    "optim",
-    "reading",
-    "report",
-    "testing",
-)
 
+_OPERATIONS = {name: f"basic.{module}" for name, module in basic._LATER.items()}
 
-def __getattr__(name: str) -> Any:
-    """Loads what is used for the first time."""
-    if name in _LATER:
-        value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    elif name in _LATER_MODULES:
-        value = import_module(f"{__name__}.{name}")
-    elif name in basic.__all__:
-        value = getattr(basic, name)
-    else:
-        return import_module(f"{__name__}.deprecated").value(f"{__name__}.{name}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_LATER_MODULES})
+__getattr__, __dir__ = names(globals(), _LATER | _OPERATIONS)

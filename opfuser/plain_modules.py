@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .change_tracking import has_hooks, replaces_forward
 from .context import TensorFacts, autocast_dtype
-from .counterparts import LAYERS, Layer
+from .later import load
 from .op_base import BasicOperation, FusedOperation
+
+if TYPE_CHECKING:
+    from .counterparts import Layer
 
 # Modules that autocast runs in its dtype.
 _LOWERED = (
@@ -95,7 +98,7 @@ def replacement(module: nn.Module) -> Replacement | None:
     Only for the exact types of torch's modules: a subclass may compute something else, and so may
     a module with hooks or a forward of its own.
     """
-    layer = LAYERS.get(type(module))
+    layer: Layer | None = load("opfuser.counterparts:LAYERS").get(type(module))
     if type(module) is not nn.Sequential and (layer is None or layer.example is None):
         return None
     if has_hooks(module) or replaces_forward(module) or _lacks_option(module):

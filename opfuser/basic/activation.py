@@ -15,8 +15,6 @@ from ..kernels.activation import activation_dx, activation_forward
 from ..kernels.scalar import FunctionSpec, ScalarFunction, grad_input, reuse, rounded_once
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 
-__all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
-
 _aten = torch.ops.aten
 
 

@@ -13,17 +13,6 @@ from ..kernels.gated_plain import ProductSpec, product_spec
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
 from . import _gated_math as gated
 
-__all__ = [
-    "GEGLU",
-    "GLU",
-    "QGEGLU",
-    "ClampedSwiGLU",
-    "ReGLU",
-    "SReGLU",
-    "SiTUGLU",
-    "SwiGLU",
-]
-
 
 class _GatedActivation(BasicOperation):
     """Applies a gated product to the two parts of the last dimension.

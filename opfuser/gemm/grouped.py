@@ -6,15 +6,15 @@ Symbols: T rows, G groups, K input features, N output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import operators
 from .operands import Operand
 from .products import wgrad_into
-from .row_groups import RowGroups, groups_on_host
+from .row_groups import RowGroups
 
 __all__ = [
     "grouped_dgrad",
@@ -93,7 +93,7 @@ def _rows_by_matrices(
         product = F.grouped_mm(rows.contiguous(), stacked, offs=groups.ends[0])
         return product if out is None else out.copy_(product)
     if groups.bounds is None:
-        y: Tensor = _mm_op(rows, list(weights), groups.sizes, transpose)
+        y: Tensor = operators.grouped_mm(rows, list(weights), groups.sizes, transpose)
         return y if out is None else out.copy_(y)
     matrices = [w.t() if transpose else w for w in weights]
     if out is None:
@@ -118,7 +118,7 @@ def grouped_wgrad(
     if groups.bounds is None:
         dw: Tensor
         if groups.ends is None:
-            dw = _wgrad_op(dy, x, groups.sizes)
+            dw = operators.grouped_wgrad(dy, x, groups.sizes)
         else:
             dw = F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends[0])
         return dw if stacked else dw.unbind(0)
@@ -152,53 +152,3 @@ def grouped_wgrad_into(
         if target is not None:
             out, accumulate = target
             wgrad_into(out, dy[start:stop], x[start:stop], accumulate=accumulate)
-
-
-@torch.library.custom_op(
-    "opfuser::grouped_mm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor split_sizes, bool transpose) -> Tensor",
-)
-def _mm_op(x: Tensor, weights: list[Tensor], split_sizes: Tensor, transpose: bool) -> Tensor:
-    return _rows_by_matrices(x, weights, groups_on_host(split_sizes, x), transpose=transpose)
-
-
-@_mm_op.register_fake
-def _(x: Tensor, weights: list[Tensor], split_sizes: Tensor, transpose: bool) -> Tensor:
-    return x.new_empty(x.shape[0], weights[0].shape[0 if transpose else 1])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weights, split_sizes, ctx.transpose = inputs
-    ctx.save_for_backward(x, split_sizes, *weights)
-
-
-def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, list[Tensor] | None, None, None]:
-    """For programs of torch.export; a sequence has the gradients from its operations."""
-    x, split_sizes, *weights = ctx.saved_tensors
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        dx = _mm_op(dy, weights, split_sizes, not ctx.transpose)
-    if any(ctx.needs_input_grad[1]):
-        factors = (dy, x) if ctx.transpose else (x, dy)
-        dw = list(_wgrad_op(*factors, split_sizes).unbind(0))
-    return dx, dw, None, None
-
-
-_mm_op.register_autograd(_mm_backward, setup_context=_keep)
-
-
-@torch.library.custom_op(
-    "opfuser::grouped_wgrad",
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor split_sizes) -> Tensor",
-)
-def _wgrad_op(dy: Tensor, x: Tensor, split_sizes: Tensor) -> Tensor:
-    dw = grouped_wgrad(dy, x, groups_on_host(split_sizes, x), stacked=True)
-    assert isinstance(dw, Tensor)
-    return dw
-
-
-@_wgrad_op.register_fake
-def _(dy: Tensor, x: Tensor, split_sizes: Tensor) -> Tensor:
-    return x.new_empty(split_sizes.shape[0], dy.shape[1], x.shape[1])

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import operators
 from ..errors import InputError, NotSupportedError, counted
 from ..kernels.groups import group_ends
 from ..tracing import stands_in, transforms_active
@@ -52,7 +53,7 @@ class RowGroups(NamedTuple):
             lengths = ends.diff(prepend=ends.new_zeros(1))
             return torch.segment_reduce(x, "sum", lengths=lengths, axis=0, unsafe=True)
         if self.bounds is None:
-            total: Tensor = _sum_op(x, self.sizes)
+            total: Tensor = operators.grouped_sum(x, self.sizes)
             return total
         return torch.stack([x[start:stop].sum(0) for start, stop in self.bounds])
 
@@ -110,15 +111,3 @@ def groups_on_host(split_sizes: Tensor, x: Tensor, where: str = "GroupedLinear")
 def groups_on_device(split_sizes: Tensor, rows: int) -> RowGroups:
     """The groups of so many rows, of which the host knows no more than their number."""
     return RowGroups(None, group_ends(split_sizes, rows))
-
-
-@torch.library.custom_op(
-    "opfuser::grouped_sum", mutates_args=(), schema="(Tensor x, Tensor split_sizes) -> Tensor"
-)
-def _sum_op(x: Tensor, split_sizes: Tensor) -> Tensor:
-    return groups_on_host(split_sizes, x).sum(x)
-
-
-@_sum_op.register_fake
-def _(x: Tensor, split_sizes: Tensor) -> Tensor:
-    return x.new_empty(split_sizes.shape[0], x.shape[1])
