@@ -30,7 +30,7 @@ def add(subparsers: Subparsers) -> None:
         type=Path,
         default=None,
         metavar="FILE",
-        help="write to this file, print one line",
+        help="write to this file, print a line",
     )
     parser.add_argument(
         "--applied",
