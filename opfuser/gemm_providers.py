@@ -1,4 +1,4 @@
-"""Libraries that multiply quantised operands: torch, or one that a recipe chooses by name.
+"""Libraries that multiply quantized operands: torch, or one that a recipe names.
 
 A provider decides by what a plan knows, a :class:`Gemm`, so that plans can say who multiplies what
 and why not; products that it refuses are torch's, and no provider multiplies groups of rows.

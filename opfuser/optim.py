@@ -1,4 +1,4 @@
-"""Optimisers of weights that are not stored in fp32."""
+"""Optimizers for weights that are not stored in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of quantised compute: in which format, and with which scales, GEMMs take their operands.
+"""Recipes of quantized compute: the format and the scales of the operands of GEMMs.
 
 A recipe is a frozen dataclass, equal by value. Names and fields are those of Transformer Engine's
 ``common.recipe``; ``fprop``, ``dgrad`` and ``wgrad`` are opfuser's own. Which formats and scalings

@@ -212,7 +212,7 @@ class EventLog(Sequence[Event]):
 def record_events(
     *, limit: int = 10_000, only: type[Event] | tuple[type[Event], ...] = Event
 ) -> Iterator[EventLog]:
-    """Within it, events are collected, those of other threads too.
+    """Collects events within a block, from all threads.
 
     Args:
         limit: how many are kept at most: the last ones.
