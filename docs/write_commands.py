@@ -21,6 +21,7 @@ from opfuser.cli import parser
 from opfuser.report import plan_json
 
 PAGE = Path(__file__).with_name("commands.md")
+LONG = 60  # characters of an argument's meaning that the page gives once
 
 INTRODUCTION = """\
 # Commands
@@ -91,14 +92,19 @@ def _commands(
             yield from _commands(inner, summaries.get(name, ""))
 
 
-def _arguments(made: argparse.ArgumentParser) -> Iterator[str]:
+def _arguments(made: argparse.ArgumentParser, seen: dict[str, str]) -> Iterator[str]:
+    """The table of a command's arguments; ``seen`` holds the long meanings of those before it."""
     rows = [action for action in made._actions if not isinstance(action, argparse._HelpAction)]
     if not rows:
         return
     yield "| argument | meaning |"
     yield "|---|---|"
     for action in rows:
-        yield f"| {_name(action)} | {_meaning(made, action)} |"
+        meaning = _meaning(made, action)
+        first = seen.setdefault(meaning, made.prog) if len(meaning) > LONG else made.prog
+        if first != made.prog:
+            meaning = f"as in [{first}](#{first.replace(' ', '-')})"
+        yield f"| {_name(action)} | {meaning} |"
     yield ""
 
 
@@ -121,11 +127,11 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _section(made: argparse.ArgumentParser, summary: str) -> Iterator[str]:
+def _section(made: argparse.ArgumentParser, summary: str, seen: dict[str, str]) -> Iterator[str]:
     yield f"## {made.prog}\n"
     paragraphs = (made.description or summary).split("\n\n")
     yield "\n\n".join(" ".join(text.split()) for text in paragraphs) + "\n"
-    yield from _arguments(made)
+    yield from _arguments(made, seen)
     examples = re.sub(r"^examples?:\n", "", made.epilog or "")
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
     yield "\n".join(["```bash", *lines, "```"]) + "\n"
@@ -138,7 +144,7 @@ def _schemas() -> Iterator[str]:
     for n, part in enumerate(re.split(r"\n\n(?=\S)", text.strip())):
         prose, colon, listed = part.partition("::\n\n")
         if n == 0:
-            yield "What `opfuser explain --format json` writes, for other programs.\n"
+            yield "`opfuser explain --format json` writes these documents for other programs.\n"
             continue
         yield " ".join(prose.split()).replace("``", "`") + (":" if colon else "") + "\n"
         yield from _list(listed)
@@ -155,9 +161,9 @@ def _list(listed: str) -> Iterator[str]:
 
 def page() -> str:
     """The text of the page."""
-    lines = [INTRODUCTION]
+    lines, seen = [INTRODUCTION], dict[str, str]()
     for made, summary in _commands(parser()):
-        lines += _section(made, summary)
+        lines += _section(made, summary, seen)
     lines += _schemas()
     return written("\n".join(lines).rstrip() + "\n")
 
