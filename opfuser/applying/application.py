@@ -114,7 +114,7 @@ def revert(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> Report:
-    """What computes the modules of a model, by the calls that there were since :func:`apply`.
+    """What computes each module of a model, from its calls since :func:`apply`.
 
     Args:
         model: to which :func:`apply` was applied.

@@ -38,7 +38,7 @@ _telling = _Telling()
 
 
 class Subscription:
-    """A callback that is told of events until :meth:`remove`, or until its ``with`` block ends.
+    """A callback that receives events until :meth:`remove`, or until its ``with`` block ends.
 
     Made by :func:`subscribe`.
 
@@ -153,7 +153,7 @@ def subscribe(
 
 
 class EventLog(Sequence[Event]):
-    """The events of a block, in their order; of more than ``limit`` the last ones.
+    """The events of a block, in order; at most the last ``limit`` of them.
 
     Made by :func:`record_events`.
 
