@@ -21,49 +21,49 @@ from opfuser.cli import parser
 from opfuser.report import plan_json
 
 PAGE = Path(__file__).with_name("commands.md")
+LONG = 60  # characters of an argument's meaning that the page gives once
 
 INTRODUCTION = """\
 # Commands
 
 <!-- Written by docs/write_commands.py from the commands themselves. -->
 
-`opfuser`, or `python -m opfuser`, answers what is fused in a model, why other things are not, and
-what that gains. Most commands take a model by name: `package.module:build`, where `build` is a
-function without arguments that returns the model, or the model itself; or
-[a model of transformers](#models-of-transformers). It is built on the meta
-device unless another one is asked for: without data, and planned as on a GPU, so that no GPU is
-needed. The inputs of its call are told with `--input`, once for each, or kept beside the model in
-`example_inputs`: a tensor, a text such as `"8x2048x4096:bf16"`, a list of these, or a function
-that returns one of them. Commands call the model with them, without data on the meta device: a
-call that fails is an error, and a model that reads values needs `--device cpu` or `cuda`.
+The command `opfuser`, or `python -m opfuser`, shows what is fused in a model, why the rest is not,
+and what fusing gains, without a GPU. Most commands take a model by name: `package.module:build`,
+where `build` is the model, or a function without arguments that returns it; or
+[a transformers model](#models-of-transformers). By default the model is built on the meta device:
+without data, and planned as on a GPU. Describe its inputs with `--input`, once for each, or set
+`example_inputs` of the function, the model or its Python module: a tensor, a string such as
+`"8x2048x4096:bf16"`, a list of these, or a function that returns one of them. Commands call the
+model. A call that fails is an error, and a model that reads values needs `--device cpu` or `cuda`.
 
 <!-- snippet: explained_model.py:model -->
 <!-- snippet: commands.txt -->
 
-Launches and bytes are counted, not measured: each kernel reads what it is given once, and writes
-its results once. [Plans as JSON](#plans-as-json) says what other programs can rely on.
+Launches and bytes are counted, not measured: each kernel reads its inputs once, and writes its
+results once. [Plans as JSON](#plans-as-json) says what other programs can rely on.
 
-Exit statuses: 0 fine, 1 error, which is one sentence on the standard error, 3 findings. The extra
-`opfuser[tools]` has the packages for YAML and HTML.
+The exit status is 0 for success, 3 for findings, and 1 for an error, which is one sentence on the
+standard error. The extra `opfuser[tools]` installs the packages for YAML and HTML.
 
 ## Models of transformers
 
-`hf:NAME` is a model of Hugging Face's transformers, for which nobody has to write a function. The
-name is one of these:
+`hf:NAME` is a Hugging Face transformers model; you need not write a function. The name is one of
+these:
 
-- a local `config.json`, or its folder: `hf:./llama`; the class of the model is the first of its
+- a local `config.json`, or its folder: `hf:./llama`; the model's class is the first of its
   `architectures`
-- a class of models, such as `hf:LlamaForCausalLM`
-- a class of configurations or a type of models, such as `hf:LlamaConfig` or `hf:llama`: the model
-  without a head, if the configuration states no `architectures`
+- a model class, such as `hf:LlamaForCausalLM`
+- a configuration class or a model type, such as `hf:LlamaConfig` or `hf:llama`: the model without
+  a head, if the configuration has no `architectures`
 
-`--config FILE` is a JSON file with the settings that differ, such as `{"num_hidden_layers": 2}`, or
-with a whole configuration. Names of the Hugging Face Hub are errors: nothing is downloaded, weights
+`--config FILE` is a JSON file with a whole configuration, or with the settings that differ, such as
+`{"num_hidden_layers": 2}`. Names on the Hugging Face Hub are errors: nothing is downloaded, weights
 are random, no code of a folder runs, and a `quantization_config` is an error. The model is in
 training mode, without a cache of keys and values. Its dtype is that of the configuration, or
-`--dtype`; what transformers keeps in fp32, such as the frequencies of rotary embeddings, stays.
-Without `--input` a call has 8 rows of 512 tokens, or of as many as there are positions, or 8 images
-of the size that the configuration states. Inputs need no gradients.
+`--dtype`; what transformers keeps in fp32, such as the frequencies of rotary embeddings, stays in
+fp32. Without `--input`, a call has 8 rows of 512 tokens, or fewer if the model has fewer positions,
+or 8 images of the configured size. Inputs need no gradients.
 
 ```bash
 opfuser explain hf:LlamaForCausalLM --config small.json --dtype bf16
@@ -74,8 +74,8 @@ opfuser bench hf:GPT2LMHeadModel --input 4x256:int64 --dtype bf16
 
 `explain`, `diff`, `check`, `config check` and `bench` show and time the model as
 [`opfuser.hf.apply`](hugging-face.md) runs it; if that replaces nothing, they fail and say why.
-`bench` times the untouched model, too. `audit` looks at the untouched model, and with `--applied`
-at the one that `opfuser.hf.apply` makes. `pip install opfuser[hf]` installs transformers.
+`bench` also times the unchanged model. `audit` examines the unchanged model, or with `--applied`
+the model after `opfuser.hf.apply`. `pip install opfuser[hf]` installs transformers.
 """
 
 
@@ -92,14 +92,19 @@ def _commands(
             yield from _commands(inner, summaries.get(name, ""))
 
 
-def _arguments(made: argparse.ArgumentParser) -> Iterator[str]:
+def _arguments(made: argparse.ArgumentParser, seen: dict[str, str]) -> Iterator[str]:
+    """The table of a command's arguments; ``seen`` holds the long meanings of those before it."""
     rows = [action for action in made._actions if not isinstance(action, argparse._HelpAction)]
     if not rows:
         return
     yield "| argument | meaning |"
     yield "|---|---|"
     for action in rows:
-        yield f"| {_name(action)} | {_meaning(made, action)} |"
+        meaning = _meaning(made, action)
+        first = seen.setdefault(meaning, made.prog) if len(meaning) > LONG else made.prog
+        if first != made.prog:
+            meaning = f"as in [{first}](#{first.replace(' ', '-')})"
+        yield f"| {_name(action)} | {meaning} |"
     yield ""
 
 
@@ -122,11 +127,11 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _section(made: argparse.ArgumentParser, summary: str) -> Iterator[str]:
+def _section(made: argparse.ArgumentParser, summary: str, seen: dict[str, str]) -> Iterator[str]:
     yield f"## {made.prog}\n"
     paragraphs = (made.description or summary).split("\n\n")
     yield "\n\n".join(" ".join(text.split()) for text in paragraphs) + "\n"
-    yield from _arguments(made)
+    yield from _arguments(made, seen)
     examples = re.sub(r"^examples?:\n", "", made.epilog or "")
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
     yield "\n".join(["```bash", *lines, "```"]) + "\n"
@@ -139,7 +144,7 @@ def _schemas() -> Iterator[str]:
     for n, part in enumerate(re.split(r"\n\n(?=\S)", text.strip())):
         prose, colon, listed = part.partition("::\n\n")
         if n == 0:
-            yield "What `opfuser explain --format json` writes, for other programs.\n"
+            yield "`opfuser explain --format json` writes these documents for other programs.\n"
             continue
         yield " ".join(prose.split()).replace("``", "`") + (":" if colon else "") + "\n"
         yield from _list(listed)
@@ -156,9 +161,9 @@ def _list(listed: str) -> Iterator[str]:
 
 def page() -> str:
     """The text of the page."""
-    lines = [INTRODUCTION]
+    lines, seen = [INTRODUCTION], dict[str, str]()
     for made, summary in _commands(parser()):
-        lines += _section(made, summary)
+        lines += _section(made, summary, seen)
     lines += _schemas()
     return written("\n".join(lines).rstrip() + "\n")
 

@@ -25,20 +25,20 @@ INTRODUCTION = """\
 
 <!-- Written by docs/write_compatibility.py from compatibility.json. -->
 
-What the tests of this repository ran with, the newest torch first. A row is one run, and none is
-written by hand: `python -m tests.record_run` takes the counts from the reports of pytest. Skipped
-are tests that need a device, a number of GPUs or a package that was not there. What opfuser does
-with other versions, and what runs on which device, is in [Limits](limits.md#where-it-runs).
+This page lists the versions that the tests ran with, the newest torch first. Each row is one run.
+`python -m tests.record_run` takes the counts from pytest's reports; none is written by hand. Tests
+are skipped if they need a device, more GPUs or a package that was not available. What opfuser does
+with other versions, and where it runs, is in [Limits](limits.md#where-it-runs).
 
 """
 NAMES_THAT_CHANGE = """
 ## Names that change
 
-Versions follow [Semantic Versioning](https://semver.org/spec/v2.0.0.html): before 1.0 a minor
-version may break what was, and the changelog says what. A public name that is renamed works under
-its old name until the next minor version, and every use says so with a `FutureWarning`, an
-`opfuser.deprecated.DeprecatedNameWarning`. To find the uses, run your tests with
-`-W error::FutureWarning`. Public is what the [API](reference/api/sequences.md) lists.
+Versions follow [Semantic Versioning](https://semver.org/spec/v2.0.0.html): before 1.0, a minor
+version may break things, and the changelog says what. A renamed public name works under its old
+name until the next minor version; every use warns with a `FutureWarning`, an
+`opfuser.deprecated.DeprecatedNameWarning`. To find these uses, run your tests with
+`-W error::FutureWarning`. Public names are those that the [API](reference/api/sequences.md) lists.
 
 """
 COLUMNS = "torch", "triton", "Python", "transformers", "device", "tests"
@@ -67,7 +67,7 @@ def _names() -> str:
         for path, renamed in NAMES.items()
     ]
     head = "| old | new | since | removed in |\n|---|---|---|---|\n"
-    return head + "".join(rows) if rows else "No name does at present.\n"
+    return head + "".join(rows) if rows else "At present there are none.\n"
 
 
 def main(args: list[str] | None = None) -> None:

@@ -33,14 +33,17 @@ INTRODUCTION = """\
 
 <!-- Written by docs/write_families.py from what the tests read. -->
 
-`opfuser.apply` knows no names: it reads what a module computes. This is what it finds in a tiny
-model of some families of transformers {version}, in evaluation, with gradients and without a cache;
-*cache* says what of the modules that are given a cache, layers and attention, is computed with it.
-**yes** is computed by opfuser, **no** is kept as it is, **part** is some of both, or calls a child
-that is kept, such as the router of experts, and blank is not there. What stands inside of a layer
-that is computed is computed with it. *Loss* says whether [`opfuser.hf.apply`](hugging-face.md) with
-`fused_loss=True` computes the loss of a causal language model without storing its logits. The last
-column is why the first of these is kept.
+This page shows what `opfuser.apply` replaces in models of transformers {version}. It reads what a
+module computes, whatever its name. The table was made from a tiny model of each family, in
+evaluation, with gradients and without a cache.
+
+- **yes**: opfuser computes it, by itself or as part of a layer. **no**: it is kept unchanged.
+  **part**: some of both, or it calls a child that is kept, such as an expert router. Blank: the
+  model has none.
+- *cache*: whether the layers and attention that take a cache are computed with one.
+- *loss*: whether [`opfuser.hf.apply`](hugging-face.md) with `fused_loss=True` computes a causal
+  language model's loss without storing its logits.
+- *why not*: why the first kept module is kept.
 
 {counts}
 
@@ -143,10 +146,10 @@ def page() -> str:
     """The text of the page."""
     rows = dict(_rows())
     counts = [
-        f"{sum(cells.get(column) == 'yes' for cells in rows.values())} have their {what}"
+        f"the {what} of {sum(cells.get(column) == 'yes' for cells in rows.values())}"
         for column, what in (("layer", "layers"), ("attention", "attention"), ("MLP", "MLP"))
     ]
-    text = f"Of {len(rows)} families, {', '.join(counts)} computed."
+    text = f"Out of {len(rows)} families, opfuser computes {', '.join(counts)}."
     head = INTRODUCTION.format(version=transformers.__version__, counts=text)
     title = f"| family | {' | '.join(COLUMNS)} | why not |\n|{'---|' * (len(COLUMNS) + 2)}\n"
     return head + title + "".join(f"{line(*item)}\n" for item in rows.items())

@@ -26,7 +26,7 @@ Counts = Mapping[str, int] | None
 
 
 class Answer(NamedTuple):
-    """Whether a fusion takes some operations; true if it does.
+    """The answer of :func:`can_fuse`: true if the fusion occurs, else false with the reason.
 
     Attributes:
         fused: whether it does.

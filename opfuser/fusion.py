@@ -59,7 +59,7 @@ class QuantizedEdge(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a fusion declined.
+    """The reason why a fusion was not applied: a code and a sentence.
 
     Attributes:
         code: one of ``REFUSAL_CODES``.
@@ -75,7 +75,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Requires:
-    """What a fusion requires of machine and call; where that is missing, the fusion is skipped.
+    """What a fusion requires of the machine and the call; without it, the fusion is skipped.
 
     Args:
         device: device type the fusion is for, such as ``"cuda"``; None for any.
@@ -111,7 +111,7 @@ ANYWHERE = Requires()
 
 @dataclass(frozen=True)
 class Env:
-    """All that a fusion may read besides the operations themselves; every field is in the plan key.
+    """Everything that a fusion may read besides the operations; each field is in the plan key.
 
     Attributes:
         device, dtype: of the input of the group.

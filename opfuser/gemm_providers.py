@@ -1,4 +1,4 @@
-"""Libraries that multiply quantised operands: torch, or one that a recipe chooses by name.
+"""Libraries that multiply quantized operands: torch, or one that a recipe names.
 
 A provider decides by what a plan knows, a :class:`Gemm`, so that plans can say who multiplies what
 and why not; products that it refuses are torch's, and no provider multiplies groups of rows.
@@ -60,7 +60,7 @@ class Gemm(NamedTuple):
 
 
 class GemmChoice(NamedTuple):
-    """A product that a recipe wants another library than torch to compute.
+    """A product for which a recipe names a library other than torch.
 
     Attributes:
         product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
@@ -99,7 +99,7 @@ class GemmOperand(NamedTuple):
 
 
 class GemmProvider(NamedTuple):
-    """A library that multiplies quantised operands.
+    """A library that multiplies quantized operands.
 
     Attributes:
         name: by which recipes choose it.
@@ -146,7 +146,7 @@ def register(provider: GemmProvider) -> None:
 
 
 def find(name: str) -> GemmProvider | None:
-    """The provider of that name; None for torch.
+    """The provider with a given name; None for torch.
 
     Args:
         name: as recipes have it.

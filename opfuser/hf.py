@@ -41,7 +41,7 @@ def apply(
     fused_loss: bool = False,
     merge_storages: bool = False,
 ) -> Report:
-    """Has sequences of operations compute what they can of a model of transformers.
+    """Replaces what it can of a transformers model by fused sequences of operations.
 
     As :func:`opfuser.apply`, with an example where none is given: a small batch of the tokens or
     images that the configuration describes, on the model's device. There is none, and the report

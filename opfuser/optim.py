@@ -1,4 +1,4 @@
-"""Optimisers of weights that are not stored in fp32."""
+"""Optimizers for weights that are not stored in fp32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class MasterWeights(Optimizer):
-    """Any optimiser of torch, on fp32 copies of parameters that are stored in less.
+    """Runs any torch optimizer on fp32 copies of parameters of lower precision.
 
     Each step takes the gradients of the model's parameters, has the optimiser update the copies
     (the master weights of Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740), and

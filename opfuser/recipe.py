@@ -1,4 +1,4 @@
-"""Recipes of quantised compute: in which format, and with which scales, GEMMs take their operands.
+"""Recipes of quantized compute: the format and the scales of the operands of GEMMs.
 
 A recipe is a frozen dataclass, equal by value. Names and fields are those of Transformer Engine's
 ``common.recipe``; ``fprop``, ``dgrad`` and ``wgrad`` are opfuser's own. Which formats and scalings
@@ -83,7 +83,7 @@ class MMParams:
 
 @dataclass(frozen=True)
 class QParams:
-    """How one kind of tensor is quantised.
+    """How one kind of tensor is quantized.
 
     Attributes:
         power_2_scale: whether scales are powers of two.
@@ -101,7 +101,7 @@ class QParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Abstract. What all recipes have.
+    """Abstract base class of all recipes.
 
     Attributes:
         fp8_format: of the operands.
@@ -227,7 +227,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale for a tensor, from the largest values of the calls before.
+    """One scale per tensor, from the largest values of earlier calls.
 
     ``s = largest / amax / 2^margin``, with the amax that ``amax_compute_algo`` finds in the
     history. The first call computes its amax before it quantises: with a scale of 1 small
@@ -264,7 +264,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8PredictedScaling(DelayedScaling):
-    """Delayed scaling by the call before alone, with room for values to grow.
+    """Delayed scaling from the previous call only, with room for values to grow.
 
     In E4M3 a scale that is too small by 2^margin costs no precision as long as the small values
     stay normal: 2^-6 to 448 times 1/s.
@@ -420,7 +420,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """4 bits for a value, a scale in E4M3 for each 16 of them, and one in fp32 for a tensor.
+    """4-bit values, an E4M3 scale for each 16 of them, and an fp32 scale for each tensor.
 
     The tensor's scale is ``g = amax / (6 * 448)`` of the whole tensor, that of a block
     ``d = amax / (6 g)`` of its own, rounded to nearest; a code is ``x / (g d)``, rounded to E2M1.

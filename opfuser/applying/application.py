@@ -33,7 +33,7 @@ def apply(
     fused_loss: bool = False,
     merge_storages: bool = False,
 ) -> Report:
-    """Has sequences of operations compute what they can of a model, and says what.
+    """Replaces what it can of a model by fused sequences of operations, and reports what.
 
     Each module that owns parameters, itself or below, looks at its calls from then on, the
     outermost first. The first call of a kind is traced: the forward of the module's class runs once
@@ -94,7 +94,7 @@ def apply(
 
 
 def revert(model: nn.Module) -> None:
-    """Gives all modules of a model back what they had before :func:`apply`.
+    """Undoes :func:`apply`: all modules of a model get their own forwards back.
 
     What others have wrapped around a forward since stays, and calls that of the module's class.
     Scales of quantised compute are gone: ``state_dict()`` is that of the model alone.
@@ -112,7 +112,7 @@ def revert(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> Report:
-    """What computes the modules of a model, by the calls that there were since :func:`apply`.
+    """What computes each module of a model, from its calls since :func:`apply`.
 
     Args:
         model: to which :func:`apply` was applied.

@@ -34,7 +34,7 @@ class Computed(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """A module whose part of the forward the sequence of another one computes.
+    """A module that is computed as part of another module's sequence.
 
     Attributes:
         path: of the module in the model.
@@ -46,7 +46,7 @@ class Inside(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A module whose own forward takes its calls.
+    """A module whose own forward computes its calls.
 
     Attributes:
         path: of the module in the model.

@@ -201,7 +201,7 @@ class _SoftplusFunction(ScalarFunction):
 
 
 class Softplus(_Activation):
-    r"""Smooth ReLU: :math:`y = \log(1 + e^{\beta x}) / \beta`, and x where it is as good.
+    r"""Smooth ReLU: :math:`y = \log(1 + e^{\beta x}) / \beta`, or x above a threshold.
 
     That is where ``beta * x > threshold``. Any shape; the output has the compute dtype
     (autocast's, else the input's). Errors are those of :class:`GELU`.

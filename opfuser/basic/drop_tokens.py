@@ -159,7 +159,7 @@ class DropTokens(BasicOperation):
 
 
 class RestoreTokens(BasicOperation):
-    """Puts rows where :class:`DropTokens` has taken them from; dropped ones are zeros.
+    """Puts rows back where :class:`DropTokens` took them from; dropped rows are zeros.
 
     Shapes: x ``(E C, D)``; y ``(R, D)``. Extra input: the first extra output of
     :class:`DropTokens`, ``(R,)``, int64. The dtype is kept. Saves that map. Nothing waits for the

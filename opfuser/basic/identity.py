@@ -10,7 +10,7 @@ from ..op import BasicOperation, OperationContext, OperationGrads
 
 
 class Identity(BasicOperation):
-    """Returns its input, of any shape and dtype: ``y = x``. A place holder in any sequence."""
+    """Returns its input, of any shape and dtype: ``y = x``. A placeholder in any sequence."""
 
     def op_forward(
         self,

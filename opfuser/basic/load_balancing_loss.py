@@ -16,7 +16,7 @@ from ..op import BasicOperation, Dtypes
 
 
 class LoadBalancingLoss(BasicOperation):
-    r"""Adds the load-balancing loss of R routers together: ``y = x + c L``.
+    r"""Adds the joint load-balancing loss L of R routers to its input: ``y = x + c L``.
 
     .. math:: L = E \sum_e f_e P_e
 

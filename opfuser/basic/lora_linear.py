@@ -43,7 +43,7 @@ class LoRAAdapter(NamedTuple):
 
 
 class LoRALinear(LinearOperation):
-    r"""Linear transformation with adapters of low rank beside its weight (LoRA).
+    r"""Linear transformation with low-rank adapters (LoRA) next to a frozen weight.
 
     .. math:: y = x W^T + b + \sum_i s_i\, d_i(x) A_i^T B_i^T
 

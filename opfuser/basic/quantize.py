@@ -13,7 +13,7 @@ from ..recipe import Recipe
 
 
 class Quantize(BasicOperation):
-    r"""Rounds to the format of the recipe in a region of quantised compute; else the identity.
+    r"""Rounds to the format of the recipe in a region of quantized compute; the identity elsewhere.
 
     .. math:: y = Q(x), \quad dx = Q'(dy)
 

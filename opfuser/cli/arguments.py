@@ -16,9 +16,9 @@ FINE, ERROR, FINDINGS = 0, 1, 3  # the exit statuses of every command
 
 MODEL = "pkg.mod:build | hf:NAME"
 MODEL_HELP = (
-    "a function without arguments that builds the model, or the model itself; or a model of "
-    "transformers: hf: and a class such as LlamaForCausalLM, a model type such as llama, or a "
-    "local config.json or its folder"
+    "the model, or a function without arguments that builds it; or a transformers model: hf: and a "
+    "class such as LlamaForCausalLM, a model type such as llama, or a local config.json or its "
+    "folder"
 )
 
 Subparsers = Any  # argparse keeps the class of its subparsers private
@@ -56,25 +56,28 @@ def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> N
         default=[],
         metavar="SHAPE:DTYPE",
         help="shape and dtype of an input, such as 8x2048x4096:bf16 or 2x128:int64; once per "
-        "input of the call (default: what example_inputs beside the model says; with hf:NAME, 8 "
-        "rows of up to 512 tokens, or 8 images)",
+        "input (default: the model's example_inputs; with hf:NAME, 8 rows of up to 512 tokens, or "
+        "8 images)",
     )
     parser.add_argument(
         "--device",
         default=None if with_data else "meta",
         metavar="DEVICE",
-        help="cpu or cuda (default: cuda where there is one)"
+        help="cpu or cuda (default: cuda if available)"
         if with_data
-        else "meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
+        else "meta, cpu or cuda; meta plans like a GPU without one (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", metavar="DTYPE", help="convert parameters and inputs, such as bf16"
+        "--dtype",
+        default=None,
+        metavar="DTYPE",
+        help="convert parameters and inputs to this dtype, such as bf16",
     )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="with hf:NAME, a config.json, or a JSON file with some settings of one",
+        help="with hf:NAME, a config.json, or a JSON file with some of its settings",
     )
     parser.set_defaults(with_data=with_data, applied=True)
 
@@ -125,9 +128,11 @@ def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
             "--format",
             choices=formats,
             default=formats[0],
-            help="how it is shown (default: %(default)s)",
+            help="output format (default: %(default)s)",
         )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to a file")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=None, metavar="FILE", help="write to this file"
+    )
 
 
 def write(text: str, file: Path | None) -> None:

@@ -17,21 +17,25 @@ def add(subparsers: Subparsers) -> None:
         "audit",
         "list what could be fused and is not",
         "Lists what could be fused in a model and is not, as YAML: registered fusions that\n"
-        "something blocks, and formulas for which a kernel is known. A model of torch.nn or of\n"
-        "Hugging Face is fine. What saves most comes first. Exit status 3 if there is something;\n"
-        "if not, nothing is printed or written.\n\n"
-        "Models that hf:NAME names are audited as transformers computes them.",
+        "something blocks, and formulas that a kernel can compute. It works on models of torch.nn\n"
+        "and Hugging Face. What saves most comes first. With findings the exit status is 3;\n"
+        "without, nothing is printed or written.\n\n"
+        "A model hf:NAME is audited as transformers computes it.",
         "  opfuser audit my_package.model:build --input 8x2048x4096:bf16 --write fusion_todo.yml\n"
         "  opfuser audit hf:LlamaForCausalLM --config small.json",
     )
     add_model(parser)
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write to a file, and print a line"
+        "--write",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write to this file, print a line",
     )
     parser.add_argument(
         "--applied",
         action="store_true",
-        help="with hf:NAME, audit what opfuser.hf.apply makes of the model",
+        help="with hf:NAME, audit the model after opfuser.hf.apply",
     )
     parser.set_defaults(run=run, applied=False)
 

@@ -21,12 +21,11 @@ def add(subparsers: Subparsers) -> None:
         "bench",
         "time a model with its fusions and without",
         """\
-Times training steps (forward and backward, without an optimizer) of a model
-with its fusions, without them, and compiled by torch if asked, in turns on this
-device. Prints the median and the quartiles of the time of a step, the peak of
-device memory, and what is saved for backward; and machine and versions. Models
-that hf:NAME names take part as transformers computes them, too; their weights
-are random.
+Times training steps (forward and backward, without an optimizer) of a model on
+this device: with its fusions, without them, and with --compile compiled by
+torch, in turns. Prints the median and quartiles of a step's time, the peak
+device memory, what is saved for backward, the machine and the versions. A model
+hf:NAME is also timed as transformers computes it; its weights are random.
 
 Exit status: 0; 1 if one of them failed, while the others are shown.""",
         """\
@@ -39,12 +38,12 @@ Exit status: 0; 1 if one of them failed, while the others are shown.""",
         type=int,
         default=20,
         metavar="N",
-        help="samples of each contestant; a sample is one step or several, so that it takes 20 ms "
+        help="samples of each variant; a sample is as many steps as take 20 ms, at least one "
         "(default: %(default)s)",
     )
-    parser.add_argument("--compile", action="store_true", help="torch.compile takes part")
+    parser.add_argument("--compile", action="store_true", help="also time it with torch.compile")
     parser.add_argument(
-        "--forward", action="store_true", help="leave the backward out, and record no gradients"
+        "--forward", action="store_true", help="time forward only, without recording gradients"
     )
     add_output(parser, "text", "json")
     parser.set_defaults(run=run)

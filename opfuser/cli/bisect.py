@@ -16,12 +16,11 @@ def add(subparsers: Subparsers) -> None:
         "bisect",
         "find the fusion that makes a command fail",
         """\
-Runs a command again and again with some fusions off (OPFUSER_DISABLE), and
-finds the fusion, or the fusions that have to be on together, with which it
-fails. The command fails if its exit status is not 0. Runs that end with
-another status than the first one fail for a reason of their own, and do not
-count; nor do those whose output lacks the text of --match. One fusion of 20
-takes about 10 runs.
+Runs a command repeatedly with some fusions off (OPFUSER_DISABLE), and finds
+the fusion, or the combination of fusions, with which it fails. The command
+fails if its exit status is not 0. Runs with another exit status than the first
+one, or without the text of --match in their output, do not count. Finding one
+fusion of 20 takes about 10 runs.
 
 Exit status: 0 if no fusion is the cause; 3 if one is.""",
         """\
@@ -29,7 +28,10 @@ Exit status: 0 if no fusion is the cause; 3 if one is.""",
   opfuser bisect --match AssertionError -- python train.py --steps 20""",
     )
     parser.add_argument(
-        "--match", default="", metavar="REGEX", help="count only failures with this in their output"
+        "--match",
+        default="",
+        metavar="REGEX",
+        help="count only failures whose output contains this",
     )
     parser.add_argument(
         "--fusion",

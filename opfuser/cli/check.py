@@ -28,11 +28,11 @@ def add(subparsers: Subparsers) -> None:
         "check",
         "fail when a model has lost a fusion since it was locked",
         """\
-Compares how often each fusion matches in a model with a lock file: after an
-upgrade of a library, say, or after a change of the model. Says which fusion
-is lost, in which Sequential, and what became of it. Gains are told, and do
-not fail. One lock file holds as many models as there are. A model of which no
-fusion is locked is an error: such a check would pass whatever happens.
+Compares how often each fusion matches in a model with a lock file, for example
+after an upgrade or a change of the model. Says which fusion is lost, in which
+Sequential, and why. Additional matches are reported and do not fail. One lock
+file can hold many models. A model without a locked fusion is an error, because
+such a check would always pass.
 
 Exit status: 0; 3 if a fusion matches less often than is locked.""",
         """\
@@ -44,12 +44,12 @@ Exit status: 0; 3 if a fusion matches less often than is locked.""",
         "--lock", required=True, type=Path, metavar="FILE", help="the lock file, in YAML"
     )
     parser.add_argument(
-        "--update", action="store_true", help="write what there is now, instead of failing"
+        "--update", action="store_true", help="write the current matches instead of failing"
     )
     parser.add_argument(
         "--allow-none",
         action="store_true",
-        help="pass a model in which there is nothing to check: without fusions, or Sequentials",
+        help="pass a model with nothing to check: without fusions, or without Sequentials",
     )
     add_output(parser, "text", "json")
     parser.set_defaults(run=run)

@@ -49,7 +49,7 @@ def add(subparsers: Subparsers) -> None:
     show.add_argument(
         "--effective",
         action="store_true",
-        help="what is in force in this environment, each value with what states it",
+        help="the settings in force in this environment, each with its origin",
     )
     add_output(show)
     show.set_defaults(run=run_show)
@@ -57,8 +57,8 @@ def add(subparsers: Subparsers) -> None:
         commands,
         "check",
         "check a file",
-        "Checks a configuration file. With a model, also whether each override names\n"
-        "operations of it: exit status 3 if one names none.",
+        "Checks a configuration file. With a model, also checks that every override matches\n"
+        "operations of the model: exit status 3 if one matches none.",
         "  opfuser config check fusions.yaml\n"
         "  opfuser config check fusions.yaml my_package.model:build --input 8x64:fp32",
     )

@@ -37,8 +37,8 @@ def add(subparsers: Subparsers) -> None:
 Shows what a fusion changes: how often each fusion matches, steps, launches,
 bytes read and written, bytes saved for backward, and the steps that differ.
 Nothing is timed, and no GPU is needed: launches and bytes are counted without
-data. Of two files that opfuser explain --format json has written it shows the
-same, such as of before and after an upgrade.
+data. Also compares two files that opfuser explain --format json has written,
+for example before and after an upgrade.
 
 Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
         """\
@@ -50,18 +50,18 @@ Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
         "model",
         nargs="+",
         metavar=f"{MODEL} | FILE FILE",
-        help="a model, as of opfuser explain, or two files",
+        help="a model, as in opfuser explain, or two files",
     )
     parser.add_argument(
         "--fusion",
         metavar="NAME",
-        help='the fusion that is switched off on one side and on on the other; "*" for all',
+        help='the fusion that is off on one side and on on the other; "*" for all',
     )
     parser.add_argument(
         "--program",
         action="store_true",
-        help="also compare the programs that the plans are executed as, line by line; two files "
-        "need those of opfuser explain --program",
+        help="also compare the plans' programs line by line; files must be written with "
+        "opfuser explain --program",
     )
     add_inputs(parser)
     add_output(parser, "text", "json")

@@ -19,8 +19,8 @@ def add(subparsers: Subparsers) -> None:
         """\
 Shows the versions, the device, which kernels run on it and why others do not,
 the packages of extras, plug-ins, which fusions are off and by what, and the
-environment variables that matter; then what is wrong with all that. Its output
-belongs into every report of a fault.
+environment variables that matter; then what is wrong. Include its output in
+every bug report.
 
 Exit status: 0; 3 if something is wrong.""",
         "  opfuser doctor",

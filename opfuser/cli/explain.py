@@ -28,11 +28,11 @@ def add(subparsers: Subparsers) -> None:
         "show what is fused, and why other things are not",
         """\
 Shows the plan of every Sequential in a model: the steps of both passes, and
-what became of each fusion; and what a call launches, reads, writes and saves
-for backward on a GPU, which is counted without one. The model is called once,
-without data on the meta device.
+what became of each fusion. Also counts, without a GPU, what a call launches,
+reads, writes and saves for backward on one. The model is called once, without
+data on the meta device.
 
-Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
+A model hf:NAME is shown as opfuser.hf.apply runs it.""",
         """\
   opfuser explain my_package.model:build --input 8x2048x4096:bf16
   opfuser explain my_package.model:build --why norm_linear --at 104
@@ -54,7 +54,9 @@ Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
         help="with --why: only at the basic operation with this number",
     )
     parser.add_argument(
-        "--program", action="store_true", help="also show the program that each plan is executed as"
+        "--program",
+        action="store_true",
+        help="also show the program of each plan",
     )
     add_output(parser, "text", "json", "html", "svg")
     parser.set_defaults(run=run)

@@ -29,7 +29,7 @@ def add(subparsers: Subparsers) -> None:
         commands,
         "list",
         "list all fusions",
-        "Lists the fusions in the order in which they run, who they are of, and what\n"
+        "Lists the fusions in the order in which they run, where they come from, and what\n"
         "switched them off; and plug-ins that could not be loaded.",
         "  OPFUSER_DISABLE=norm_linear opfuser fusions list",
     )

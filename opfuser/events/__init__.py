@@ -1,4 +1,4 @@
-"""Events: what becomes of calls and plans, told to whoever subscribes.
+"""Events of plans and calls, for functions that subscribe to them.
 
     with opfuser.record_events(only=(PlanInvalidated, FallbackTaken)) as log:
         train_one_step()

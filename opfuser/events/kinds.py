@@ -22,7 +22,7 @@ class Event:
 
 @dataclass(frozen=True)
 class PlanCreated(Event):
-    """A plan was made for a group of operations; its matches and refusals are told next.
+    """A plan was made for a group of operations; events of its matches and refusals follow.
 
     Attributes:
         plan: its number, counted in this process; the same one that log and dumps show.
@@ -68,7 +68,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanInvalidated(Event):
-    """The plan of the last call does not hold for this one, and a new plan is made.
+    """The plan of the last call does not fit this one, and a new plan is made.
 
     ``Sequential.plan`` counts as a call. Going back to a plan that is still cached is no event.
 
@@ -108,7 +108,7 @@ class FusionMatched(Event):
 
 @dataclass(frozen=True)
 class FusionRefused(Event):
-    """A fusion found its pattern and declined.
+    """A fusion found its pattern and was not applied.
 
     Attributes:
         plan: number of the plan.
@@ -233,7 +233,7 @@ class BytesSaved(Event):
 
 @dataclass(frozen=True)
 class ScalesUpdated(Event):
-    """Scales of quantised tensors that operations keep from call to call got new values.
+    """Scales that operations keep from call to call have new values.
 
     The values are on the device, and not told: reading them would wait for it.
 

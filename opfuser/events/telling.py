@@ -35,7 +35,7 @@ _telling = _Telling()
 
 
 class Subscription:
-    """A callback that is told of events until :meth:`remove`, or until its ``with`` block ends.
+    """A callback that receives events until :meth:`remove`, or until its ``with`` block ends.
 
     Made by :func:`subscribe`.
 
@@ -143,7 +143,7 @@ def subscribe(
 
 
 class EventLog(Sequence[Event]):
-    """The events of a block, in their order; of more than ``limit`` the last ones.
+    """The events of a block, in order; at most the last ``limit`` of them.
 
     Made by :func:`record_events`.
 
@@ -202,7 +202,7 @@ class EventLog(Sequence[Event]):
 def record_events(
     *, limit: int = 10_000, only: type[Event] | tuple[type[Event], ...] = Event
 ) -> Iterator[EventLog]:
-    """Within it, events are collected, those of other threads too.
+    """Collects events within a block, from all threads.
 
     Args:
         limit: how many are kept at most: the last ones.

@@ -13,7 +13,7 @@ from ._linear import insist
 
 
 class BackwardQKNormRotary(FusedOperation):
-    r"""Backward of QKNorm and RotaryEmbedding: the gradient turned back, then through the norm.
+    r"""Backward of QKNorm and RotaryEmbedding: the gradient rotated back, then through the norm.
 
     Reads what the two save, and makes the gradients of both weights in the same pass. For A
     elements of packed queries, keys and values 3A of traffic instead of 5A: the gradient that was

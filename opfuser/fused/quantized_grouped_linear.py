@@ -48,7 +48,7 @@ from ..recipe import Recipe
 
 
 class QuantizedGroupedLinear(FusedOperation):
-    r"""GroupedLinear, as a recipe of quantised compute says.
+    r"""GroupedLinear in the format of a recipe of quantized compute.
 
     .. math:: y_g = x_g\, W_g^T + b_g
 

@@ -14,7 +14,7 @@ from .parts.quantized_linear import QuantizedLinearPart
 
 
 class QuantizedLinear(Pipeline):
-    r"""BasicLinear and Bias, as a recipe of quantised compute says.
+    r"""BasicLinear and Bias in the format of a recipe of quantized compute.
 
     .. math:: y = x\, W^T + b
 

@@ -39,7 +39,7 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 def to_torch(module: nn.Module) -> nn.Module:
-    """A copy of a tree in which modules of ``torch.nn`` replace operations and sequences.
+    """A copy of a module in which ``torch.nn`` modules replace operations and sequences.
 
     It has the same ``Parameter`` and buffer objects under the same names, training flags, hooks and
     attributes.

@@ -243,7 +243,7 @@ def _balanced_layers(
 
 
 def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
-    """The whole language model, as one Sequential.
+    """A decoder language model, as one Sequential.
 
     Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``; where
     the configuration asks for them ``scale``, ``positions`` and ``dropout`` behind the embedding,

@@ -101,7 +101,7 @@ class EncoderConfig:
 
 
 def text_encoder(config: EncoderConfig) -> Sequential:
-    """The encoder, as one Sequential: from tokens to a vector for each of them.
+    """An encoder of text, as one Sequential: a vector for each token.
 
     Its modules are ``embedding``, ``types``, ``positions``, ``embedding_norm``, ``dropout`` if
     there is any, ``layers`` and, with ``norm_first``, ``norm``.

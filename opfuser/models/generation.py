@@ -58,7 +58,7 @@ def generate(  # noqa: PLR0913 - by keyword
     static_cache: bool = False,
     step: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """The prompts, each continued by ``max_new_tokens`` tokens.
+    """Continues each prompt by ``max_new_tokens`` tokens.
 
     The next token is the one with the largest logit, or is drawn from
     ``softmax(logits / temperature)``, as far as ``top_k`` and, of what that leaves, ``top_p`` let

@@ -114,7 +114,7 @@ class MoEConfig:
 
 
 def moe_block(config: MoEConfig) -> Sequential:
-    """A mixture of experts behind a norm, with its residual: ``y = x + experts(norm(x))``.
+    """A mixture of experts after a norm, with its residual: ``y = x + experts(norm(x))``.
 
     Its modules 1 and 2 are the norm and :func:`experts`, whose extra outputs it has.
 

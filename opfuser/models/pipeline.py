@@ -30,7 +30,7 @@ _TABLES = (AddEmbedding, Embedding, PositionEmbedding, nn.Embedding)
 
 
 class StageTensors(NamedTuple):
-    """What goes into a pipeline stage and out of it besides its main tensor.
+    """The extra tensors that enter and leave a pipeline stage.
 
     Attributes:
         extra_inputs: which of the model's extra inputs its operations read.

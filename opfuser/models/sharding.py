@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=Sequential)
 
 
 def shard_layers(model: Model, *, expert_mesh: DeviceMesh | None = None, **arguments: Any) -> Model:
-    """``model`` with sharded parameters: each layer is a unit, what is around them another one.
+    """Shards the parameters of ``model`` by ``fully_shard``, with each layer as a unit.
 
     Applies torch's ``fully_shard`` to each module of ``model.layers``, then to ``model``, and
     returns it. A layer, an attention block and a feed-forward block, is planned and fused as

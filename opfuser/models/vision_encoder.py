@@ -169,7 +169,7 @@ class ClassToken(nn.Module):
 
 
 def image_encoder(config: ImageEncoderConfig) -> Sequential:
-    """The encoder, as one Sequential: from images to a vector for each patch.
+    """An encoder of images, as one Sequential: a vector for each patch.
 
     Its modules are ``patches``, ``embedding``, ``class_token``, ``positions``, ``dropout`` if there
     is any, ``layers`` and ``norm``.

@@ -514,7 +514,7 @@ def kept_weights() -> KeptWeights | None:
 
 @contextmanager
 def keep_quantized_weights() -> Iterator[None]:
-    """Within it every weight is quantised once, for all micro-batches.
+    """A region in which every weight is quantized once, for all micro-batches.
 
     Costs two bytes per weight until the block ends. What a checkpoint computes again in backward
     has the codes of its forward.

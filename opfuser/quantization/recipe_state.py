@@ -30,7 +30,7 @@ class ComputedBy(Protocol):
 
 
 def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
-    """Gives the operations of a model what they keep of quantised compute, before any call.
+    """Creates the scales that a model keeps for a recipe, before any call.
 
     Those of ``DelayedScaling`` and ``Float8PredictedScaling`` are scales, a history of the largest
     values, and those of the last call. ``state_dict()`` has them then, so that

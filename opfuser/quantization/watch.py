@@ -17,7 +17,7 @@ from .operation_state import state_place
 
 
 class QuantizationRecord(NamedTuple):
-    """One tensor that was quantised.
+    """What quantization did to one tensor: its range, and how many elements were lost.
 
     Attributes:
         operation: its path in the model that is watched; else its type and sizes.
@@ -69,7 +69,7 @@ def watch_quantization(
     model: nn.Module | None = None,
     callback: Callable[[QuantizationRecord], object] | None = None,
 ) -> Iterator[list[QuantizationRecord]]:
-    """Within it there is a :class:`QuantizationRecord` for every tensor that is quantised.
+    """Collects a :class:`QuantizationRecord` for every tensor that is quantized within a block.
 
         with opfuser.watch_quantization(model) as tensors:
             with opfuser.autocast(recipe=recipe):

@@ -70,7 +70,7 @@ def quantized_model_init(
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
-    """Linear operations constructed within it store their weights in FP8 alone.
+    """A region in which linear operations are constructed with weights stored only in FP8.
 
     That takes one byte per element, and a scale per weight, or per 128 x 128 square of one. No copy
     in high precision exists: :class:`opfuser.optim.MasterWeights` trains them. Those whose

@@ -1,4 +1,4 @@
-"""Checks for operations and fusions, a user's own included."""
+"""Checks for operations and fusions, including your own."""
 
 from __future__ import annotations
 

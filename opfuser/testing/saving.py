@@ -22,7 +22,7 @@ from .variants import Variant, incoming
 
 
 class UnreadTensorWarning(UserWarning):
-    """A joint fusion saves a tensor that no wanted gradient reads: right, but a waste of memory."""
+    """A joint fusion saves a tensor that no needed gradient reads: correct, but wasteful."""
 
 
 class Unread:

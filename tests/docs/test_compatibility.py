@@ -122,6 +122,6 @@ def test_the_newest_torch_comes_first(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_names_that_change_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert write_compatibility.page().endswith("\nNo name does at present.\n") != bool(NAMES)
+    assert write_compatibility.page().endswith("\nAt present there are none.\n") != bool(NAMES)
     monkeypatch.setitem(NAMES, "opfuser.use", Renamed("opfuser.apply", "0.2"))
     assert "| `opfuser.use` | `opfuser.apply` | 0.2 | 0.3 |\n" in write_compatibility.page()

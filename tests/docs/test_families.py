@@ -34,7 +34,7 @@ def test_script_says_that_the_page_differs_and_writes_it(
     write_families.main(["--check"])
     lines = page.read_text("utf-8").splitlines()
     assert (
-        "Of 1 families, 1 have their layers, 1 have their attention, 1 have their MLP computed."
+        "Out of 1 families, opfuser computes the layers of 1, the attention of 1, the MLP of 1."
         in lines
     )
     assert "| gpt2 | yes | yes | yes |  | yes | yes | yes |  |" in lines

@@ -153,7 +153,7 @@ def test_first_page_begins_as_the_readme(site: Path) -> None:
     text = re.sub(r"<[^>]+>", "", (site / "index.html").read_text("utf-8"))
     readme = (ROOT / "README.md").read_text("utf-8").partition("## A model of your own")[0]
     plain = [p for p in readme.split("\n\n") if re.match(r"\w", p) and not re.search(r"[\[`|]", p)]
-    assert plain[0].startswith("opfuser is")
+    assert plain[0].startswith("opfuser ")
     assert [paragraph for paragraph in plain if paragraph not in text] == []
     assert "kept for backward, GiB" in text
     assert "](" not in text

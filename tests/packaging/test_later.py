@@ -83,7 +83,6 @@ x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
 ops = [opfuser.Linear(8, 16), opfuser.RMSNorm(16), opfuser.SwiGLU()]
 model = (opfuser.Sequential(*ops) if whole else opfuser.LayerNorm(8)).double()
 traced = torch.compile(model, fullgraph=True, backend="aot_eager")
-assert "opfuser.engine.planning" not in sys.modules or whole
 assert "opfuser.fused.norm_linear" not in sys.modules
 first, second = grads(traced, x).clone(), grads(traced, x)
 assert torch.equal(first, second)

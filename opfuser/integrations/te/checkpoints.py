@@ -62,7 +62,7 @@ def te_state_dict(sequence: Sequential) -> dict[str, Tensor]:
 def load_te_state_dict(
     sequence: Sequential, state: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
-    """Loads a state dict of Transformer Engine; what ``load_state_dict`` returns.
+    """Loads a state dict of Transformer Engine; returns what ``load_state_dict`` returns.
 
     Entries ``_extra_state`` are read as data, not unpickled: scales of delayed scaling become those
     of the linear operations, and next calls have the scales that they would have had there. One

@@ -118,7 +118,7 @@ def _set(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
 
 
 def to_te(sequence: nn.Module) -> Any:
-    """The module of Transformer Engine in place of a sequence, with the very same parameters.
+    """Converts a sequence to Transformer Engine, with the very same parameters.
 
     A sequence of :func:`from_te`, or of ``Options.build``, becomes the module that it stands for;
     any other a ``te.ops.Sequential`` of its operations, in which plain modules stay. Fusions that
