@@ -23,15 +23,7 @@ from ..quantization.watch import is_watched
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, parts_under_way
 from .autograd import Kwargs, execute_eagerly
-from .captured import (
-    TOO_LARGE,
-    Captured,
-    Flight,
-    lock,
-    make_room,
-    refusal_of_capture,
-    taken,
-)
+from .captured import TOO_LARGE, Captured, Flight, lock, make_room, refusal_of_capture, taken
 from .graphs import Graph, graph_type
 from .plan import ReplayRecord
 from .program import Program
