@@ -85,9 +85,7 @@ def place_operations(
         for glob in config.globs():
             if not any(glob_names(glob, path) for path in inside):
                 logger.warning(
-                    "%s: the override %r names no operation of its Sequential",
-                    config.source,
-                    glob,
+                    "%s: the override %r names no operation of its Sequential", config.source, glob
                 )
 
 

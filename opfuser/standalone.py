@@ -17,10 +17,7 @@ from .op_base.kinds import has_called_parts
 
 
 def _run_parts(
-    parts: Sequence[BasicOperation],
-    x: Any,
-    extra_inputs: Sequence[Tensor],
-    kwargs: Kwargs,
+    parts: Sequence[BasicOperation], x: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs
 ) -> Any:
     """Calls operations as modules, one by one, with their hooks and their own forward."""
     asked = [

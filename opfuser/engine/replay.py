@@ -276,12 +276,7 @@ class Replays:
         kind.captures += 1
         try:
             captured = Captured(
-                program,
-                input_,
-                parameters,
-                extra_inputs,
-                options.share,
-                asked=options.mode == "on",
+                program, input_, parameters, extra_inputs, options.share, asked=options.mode == "on"
             )
         except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
             kind.refusal = refusal_of_capture(error)
