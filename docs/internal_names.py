@@ -21,7 +21,7 @@ INTERNAL = {
     "opfuser.basic.rotary_embedding.RotaryEmbedding": (
         "Saved Settings check_input given heads rotation settings_of_call"
     ),
-    "opfuser.fuser.OperationFuser": "alone parameters_for_tracing plan_for_tracing planned stand",
+    "opfuser.fuser.OperationFuser": "parameters_for_tracing plan_for_tracing planned stand",
     "opfuser.fusion.Fusion": "refusal scan",
     "opfuser.fusion.QuantizedEdge": "behind",
     "opfuser.fusion.Requires": "missing",

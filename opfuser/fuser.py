@@ -31,10 +31,7 @@ from .engine.program import Program
 from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, output_dtypes, route, wrong_count
 from .engine.traced import execute
-from .errors import (
-    ArgumentTypeError,
-    NotSupportedError,
-)
+from .errors import ArgumentTypeError, NotSupportedError
 from .events.kinds import PlanInvalidated
 from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage

@@ -25,10 +25,10 @@ from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
 from .fuser import OperationFuser
 from .module_sequence import Facts, ModuleSequence
-from .op import fuser_alone
 from .op_base import BasicOperation, FusedOperation, FusibleOperation
 from .op_base.kinds import has_called_parts, must_be_called
 from .plain_modules import assumed_output, is_known
+from .standalone import fuser_alone
 
 
 class Group(NamedTuple):

@@ -14,9 +14,9 @@ from .fuser import OperationFuser
 from .fusion_config import FusionConfig, Place, glob_names
 from .groups import Group
 from .module_sequence import ModuleSequence, Stands
-from .op import fuser_alone
 from .op_base import FusedOperation, FusibleOperation
 from .op_base.kinds import has_called_parts
+from .standalone import fuser_alone
 
 logger = logging.getLogger("opfuser")
 
@@ -85,9 +85,7 @@ def place_operations(
         for glob in config.globs():
             if not any(glob_names(glob, path) for path in inside):
                 logger.warning(
-                    "%s: the override %r names no operation of its Sequential",
-                    config.source,
-                    glob,
+                    "%s: the override %r names no operation of its Sequential", config.source, glob
                 )
 
 

@@ -35,14 +35,7 @@ from .recorded_guards import keywords_of
 from .specialized import Specialization
 from .steps import zeros
 
-__all__ = [
-    "Kwargs",
-    "batched_like",
-    "differentiate",
-    "execute_eagerly",
-    "returned",
-    "separate",
-]
+__all__ = ["Kwargs", "batched_like", "differentiate", "execute_eagerly", "returned", "separate"]
 
 
 def execute_eagerly(
@@ -239,9 +232,7 @@ class _RecordedFunction(torch.autograd.Function):
 
 
 def differentiate(
-    func_ctx: Any,
-    received: Sequence[Tensor | None],
-    compute: Callable[[bool], list[Tensor | None]],
+    func_ctx: Any, received: Sequence[Tensor | None], compute: Callable[[bool], list[Tensor | None]]
 ) -> list[Tensor | None]:
     """The gradients that ``compute`` returns, which raise when they are differentiated.
 

@@ -25,12 +25,7 @@ from ..fusion import Refusal
 from ..recording import Assumptions, recorded
 from ..torch_internals import memory_of
 from .autograd import separate
-from .captured_backward import (
-    BackwardGraph,
-    Forwarded,
-    room_for,
-    uncached_casts,
-)
+from .captured_backward import BackwardGraph, Forwarded, room_for, uncached_casts
 from .graphs import Graph, graph_type
 from .passes import Tape, execute_backward, execute_forward
 from .program import Program

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -36,10 +37,7 @@ from .recorded_text import Straight, text_of
 
 # Whose questions about addresses change nothing but what is written to, which is looked at apart,
 # or are asked again before each call.
-_MAY_ASK = (
-    ("opfuser.buffer_reuse", "_counts"),
-    ("opfuser.quantization.state", "_current_parts"),
-)
+_MAY_ASK = (("opfuser.buffer_reuse", "_counts"), ("opfuser.quantization.state", "_current_parts"))
 
 
 class _Known(NamedTuple):
@@ -68,6 +66,16 @@ class _Given(NamedTuple):
     name: str
     memory: int
     place: tuple[int, int, int]
+
+
+def _find(known: dict[int, _Known], tensor: Tensor) -> _Known | None:
+    found = known.get(id(tensor))
+    return found if found is not None and found.tensor() is tensor else None
+
+
+def _name_of(known: dict[int, _Known], tensor: Tensor) -> str | None:
+    found = _find(known, tensor)
+    return None if found is None else found.name
 
 
 class Recorder(TorchFunctionMode):
@@ -103,7 +111,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._code, self._steps = code, steps
-        self._names = Names(self._find_name, caches)
+        self._known: dict[int, _Known] = {}
+        self._names = Names(partial(_name_of, self._known), caches)  # not of self: a cycle
         self.caches = self._names.caches
         self.names = self._names.bound
         self.calls: list[Call] = []
@@ -114,7 +123,6 @@ class Recorder(TorchFunctionMode):
         self.answers: dict[tuple[str, str], Hashable] = {}
         self.assumed: dict[Callable[[], Hashable], Hashable] = {}
         self._refusal: str | None = None
-        self._known: dict[int, _Known] = {}
         self._theirs: set[int] = set()
         self._given: dict[int, _Given] = {}
         self._unwritten: set[int] = set()
@@ -124,7 +132,7 @@ class Recorder(TorchFunctionMode):
         for name, tensor in given.items():
             if tensor is None:
                 continue
-            known = self._find(tensor)
+            known = _find(self._known, tensor)
             if known is None:
                 root = next(self._roots)
                 self._known[id(tensor)] = _Known(weakref.ref(tensor), name, root)
@@ -157,7 +165,7 @@ class Recorder(TorchFunctionMode):
         """
         if tensor is None:
             return "None"
-        known = self._find(tensor)
+        known = _find(self._known, tensor)
         if known is None:
             raise NotRecordableError("a result comes from elsewhere than from the calls seen")
         if internals.memory_of(tensor) in self._unwritten and tensor.numel():
@@ -241,7 +249,7 @@ class Recorder(TorchFunctionMode):
                     targets = [] if writes is None or only_reads else [args[writes]]
                     self._refuse_memory(function.__name__, given, targets)
                 returned = [t for t in tensors_in(result) if not any(t is own for own in given)]
-                if any(map(self._find, returned)):
+                if any(_find(self._known, t) for t in returned):
                     raise NotRecordableError("a result is a tensor of other calls")
                 names: list[str] = []
                 values = ", ".join([self._names.value(value, names) for value in args])
@@ -309,7 +317,7 @@ class Recorder(TorchFunctionMode):
         if name in functions.GUARDED or name in ("__set__", "__hash__"):
             return
         for t in asked:
-            known = self._find(t)
+            known = _find(self._known, t)
             own = None if known is None or known.name[0] == "t" else known.name
             if own is None and name in functions.PLACE:
                 own = self._name_of_given(t)  # it is a view of that
@@ -360,7 +368,7 @@ class Recorder(TorchFunctionMode):
         parts = result if isinstance(result, (tuple, list)) else [result]
         if any(isinstance(part, (tuple, list, dict)) for part in parts):
             raise NotRecordableError("results are nested")
-        roots = {internals.memory_of(t): self._find(t) for t in given}
+        roots = {internals.memory_of(t): _find(self._known, t) for t in given}
         shares: list[str] = []
         results: list[str | None] = []
         for part in parts:
@@ -377,7 +385,7 @@ class Recorder(TorchFunctionMode):
             if known is not None:  # the same view under a name that it has
                 self._known[id(part)] = _Known(weakref.ref(part), known, root)
                 return
-            same = [self._find(t) for t in given if internals.memory_of(t) == memory]
+            same = [_find(self._known, t) for t in given if internals.memory_of(t) == memory]
             shares += [other.name for other in same if other is not None]
             name = f"t{next(self._numbers)}"
             self._views[place] = name
@@ -409,7 +417,7 @@ class Recorder(TorchFunctionMode):
 
         Memory that is free again may have become that of another tensor.
         """
-        known = self._find(tensor)
+        known = _find(self._known, tensor)
         if known is not None:
             return known.root
         (memory,) = memory_of_all([tensor])
@@ -424,14 +432,6 @@ class Recorder(TorchFunctionMode):
 
     def _is_theirs(self, tensor: Tensor) -> bool:
         return self._root_of(tensor) in self._theirs
-
-    def _find(self, tensor: Tensor) -> _Known | None:
-        found = self._known.get(id(tensor))
-        return found if found is not None and found.tensor() is tensor else None
-
-    def _find_name(self, tensor: Tensor) -> str | None:
-        known = self._find(tensor)
-        return None if known is None else known.name
 
     def _step(self) -> Step | None:
         frame: FrameType | None = sys._getframe(2)

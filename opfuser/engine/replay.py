@@ -23,15 +23,7 @@ from ..quantization.watch import is_watched
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, parts_under_way
 from .autograd import Kwargs, execute_eagerly
-from .captured import (
-    TOO_LARGE,
-    Captured,
-    Flight,
-    lock,
-    make_room,
-    refusal_of_capture,
-    taken,
-)
+from .captured import TOO_LARGE, Captured, Flight, lock, make_room, refusal_of_capture, taken
 from .graphs import Graph, graph_type
 from .plan import ReplayRecord
 from .program import Program
@@ -284,12 +276,7 @@ class Replays:
         kind.captures += 1
         try:
             captured = Captured(
-                program,
-                input_,
-                parameters,
-                extra_inputs,
-                options.share,
-                asked=options.mode == "on",
+                program, input_, parameters, extra_inputs, options.share, asked=options.mode == "on"
             )
         except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
             kind.refusal = refusal_of_capture(error)

@@ -146,11 +146,7 @@ class Trial:
             self.refuse(no)
 
     def call(
-        self,
-        graphs: type[Graph],
-        tensors: Sequence[Tensor],
-        inputs: int,
-        run: Callable[[], Any],
+        self, graphs: type[Graph], tensors: Sequence[Tensor], inputs: int, run: Callable[[], Any]
     ) -> Any:
         """What ``run()`` returns; the call is measured.
 

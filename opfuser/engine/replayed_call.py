@@ -14,10 +14,7 @@ from .steps import zeros
 
 
 def replayed(
-    flight: Flight,
-    input_: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
+    flight: Flight, input_: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
 ) -> Any:
     """The output of a call, or a tuple of it and the extra outputs."""
     captured = flight.captured

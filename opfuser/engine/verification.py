@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from ..context import OperationContext
-from ..errors import (
-    BackwardResultError,
-    GradientShapeError,
-    SavedTensorsError,
-)
+from ..errors import BackwardResultError, GradientShapeError, SavedTensorsError
 from ..op_base import BasicOperation
 from ..op_base.results import refuse_output
 from ..quantization.quantizers import QuantizedTensor

@@ -19,15 +19,7 @@ from opfuser.engine import program as programs
 from opfuser.engine.program import Program
 from opfuser.op import BasicOperation
 from tests.engine.emission_toys import KEYWORDS, KeywordTap, Scaled, ScaledTap, with_keywords
-from tests.engine.toys import (
-    Power,
-    RowSum,
-    Square,
-    Times,
-    grads,
-    randn,
-    same,
-)
+from tests.engine.toys import Power, RowSum, Square, Times, grads, randn, same
 
 
 def program_of(seq: Sequential) -> Program:

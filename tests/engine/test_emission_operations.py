@@ -15,14 +15,7 @@ from opfuser import ConstantScale, Sequential
 from opfuser.op import BasicOperation, FusedOperation
 from opfuser.recipe import Float8BlockScaling
 from tests.engine.emission_toys import KEYWORDS, KeywordTap, Scaled, ScaledTap, with_keywords
-from tests.engine.toys import (
-    F64,
-    Power,
-    Times,
-    grads,
-    randn,
-    same,
-)
+from tests.engine.toys import F64, Power, Times, grads, randn, same
 
 # Which functions of an operation are called.
 

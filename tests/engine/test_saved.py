@@ -15,16 +15,7 @@ import opfuser
 from opfuser.fused import RecomputeMLP
 from opfuser.op import BasicOperation
 from tests.basic.values import saved_by
-from tests.engine.toys import (
-    Sigmoid,
-    Square,
-    Times,
-    grads,
-    plain_sigmoids,
-    randn,
-    same,
-    sigmoids,
-)
+from tests.engine.toys import Sigmoid, Square, Times, grads, plain_sigmoids, randn, same, sigmoids
 
 
 def test_nothing_is_saved_before_the_first_gradient() -> None:

@@ -18,26 +18,12 @@ import opfuser
 from opfuser import torch_internals
 from opfuser.engine import captured, graphs, replay, replay_trial
 from opfuser.engine.graphs import CudaGraph
-from opfuser.engine.replay_decision import (
-    Costs,
-    Sample,
-    refusal_after_trial,
-    refusal_before_trial,
-)
+from opfuser.engine.replay_decision import Costs, Sample, refusal_after_trial, refusal_before_trial
 from opfuser.engine.specialized import Specializations
 from opfuser.engine.threads import thread_that_may_wait
 from opfuser.fusion import Refusal
 from opfuser.torch_internals import memory_of
-from tests.replay.models import (
-    DIM,
-    assert_equal,
-    assert_same_grads,
-    block,
-    code,
-    count,
-    draw,
-    twin,
-)
+from tests.replay.models import DIM, assert_equal, assert_same_grads, block, code, count, draw, twin
 from tests.replay.recorded import RecordedGraph, Times
 
 AFTER = 3  # calls that run as usual, by default

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 import opfuser
-from tests.replay.models import (
-    assert_equal,
-    assert_same_grads,
-    block,
-    count,
-    draw,
-    twin,
-    warm_both,
-)
+from tests.replay.models import assert_equal, assert_same_grads, block, count, draw, twin, warm_both
 
 pytestmark = pytest.mark.usefixtures("replaying")
 
