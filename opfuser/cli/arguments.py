@@ -68,11 +68,15 @@ def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> N
         else "meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", metavar="DTYPE", help="convert parameters and inputs, such as bf16"
+        "--dtype",
+        default=None,
+        metavar="DTYPE",
+        help="convert parameters and inputs, such as bf16",
     )
     parser.add_argument(
         "--config",
         type=Path,
+        default=None,
         metavar="FILE",
         help="with hf:NAME, a config.json, or a JSON file with some settings of one",
     )
@@ -127,7 +131,9 @@ def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
             default=formats[0],
             help="how it is shown (default: %(default)s)",
         )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to a file")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=None, metavar="FILE", help="write to a file"
+    )
 
 
 def write(text: str, file: Path | None) -> None:

@@ -26,7 +26,7 @@ def add(subparsers: Subparsers) -> None:
     )
     add_model(parser)
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write to a file, and print a line"
+        "--write", type=Path, default=None, metavar="FILE", help="write to a file, and print a line"
     )
     parser.add_argument(
         "--applied",

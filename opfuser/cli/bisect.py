@@ -29,7 +29,10 @@ Exit status: 0 if no fusion is the cause; 3 if one is.""",
   opfuser bisect --match AssertionError -- python train.py --steps 20""",
     )
     parser.add_argument(
-        "--match", default="", metavar="REGEX", help="count only failures with this in their output"
+        "--match",
+        default="",
+        metavar="REGEX",
+        help="count only failures with this in their output",
     )
     parser.add_argument(
         "--fusion",

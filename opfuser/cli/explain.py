@@ -43,18 +43,24 @@ Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
     add_model(parser)
     parser.add_argument(
         "--sequence",
+        default=None,
         metavar="PATH",
         help='only the Sequential with this path in the model; "" is the model itself',
     )
-    parser.add_argument("--why", metavar="NAME", help="say what became of this fusion, and why")
+    parser.add_argument(
+        "--why", default=None, metavar="NAME", help="say what became of this fusion, and why"
+    )
     parser.add_argument(
         "--at",
+        default=None,
         type=int,
         metavar="N",
         help="with --why: only at the basic operation with this number",
     )
     parser.add_argument(
-        "--program", action="store_true", help="also show the program that each plan is executed as"
+        "--program",
+        action="store_true",
+        help="also show the program that each plan is executed as",
     )
     add_output(parser, "text", "json", "html", "svg")
     parser.set_defaults(run=run)

@@ -20,7 +20,13 @@ from opfuser import (
 )
 from opfuser.change_tracking import has_hooks
 from opfuser.engine.plan import expand
-from opfuser.errors import ArgumentError, ChannelError, ExtraInputCountError, OpKwargsError, counted
+from opfuser.errors import (
+    ArgumentError,
+    ChannelError,
+    ExtraInputCountError,
+    OpKwargsError,
+    counted,
+)
 from opfuser.op import BasicOperation, FusibleOperation
 from opfuser.sequential import flatten, is_called
 
