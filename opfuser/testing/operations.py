@@ -29,7 +29,7 @@ def check_op(
     dtypes: Iterable[torch.dtype] | None = None,
     zero_rows: bool = True,
     factor: float = 2.0,
-    floor: float | None = None,
+    floor: float | Mapping[torch.dtype, float] | None = None,
 ) -> None:
     """Compares an operation with its ``reference``: outputs and all gradients, in many calls.
 
@@ -61,8 +61,9 @@ def check_op(
             has no rows (the split sizes of ``GroupedLinear``), or the result is not defined (a
             mean).
         factor: multiple of plain torch's error that is allowed.
-        floor: allowed besides, relative to the largest magnitude of the tensor (at least 1/16);
-            None is one unit in the last place of the coarsest dtype among the results.
+        floor: allowed besides, relative to the largest magnitude of the tensor (at least 1/16), in
+            every dtype or in each; None is one unit in the last place of the coarsest dtype among
+            the results.
 
     Raises:
         AssertionError: naming the call, the tensor, its error and the error allowed, and the
@@ -84,10 +85,17 @@ def check_op(
         if dtype is not None:
             ours, inputs = ours.to(dtype), cast(inputs, dtype)
         names = [handle.name for handle in fusions()]
+        tolerance = Tolerance(factor, _in_dtype(floor, dtype))
         with disable(*names):
-            _check(
-                ours, inputs, kwargs, zero_rows and has_rows, Tolerance(factor, floor), once=n == 0
-            )
+            _check(ours, inputs, kwargs, zero_rows and has_rows, tolerance, once=n == 0)
+
+
+def _in_dtype(
+    floor: float | Mapping[torch.dtype, float] | None, dtype: torch.dtype | None
+) -> float | None:
+    if not isinstance(floor, Mapping):
+        return floor
+    return None if dtype is None else floor.get(dtype)
 
 
 def _check(

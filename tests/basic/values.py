@@ -82,8 +82,7 @@ def check_values(
     **how: Any,
 ) -> None:
     """:func:`check_op` in each dtype, with a floor of its own."""
-    for dtype in dtypes:
-        check_op(op, *inputs, dtypes=[dtype], floor=floors[dtype], **how)
+    check_op(op, *inputs, dtypes=dtypes, floor=floors, **how)
 
 
 def saved_by(call: Callable[[], Any]) -> list[Tensor]:

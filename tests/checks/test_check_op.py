@@ -104,6 +104,10 @@ def test_factor_and_floor() -> None:
     with pytest.raises(AssertionError, match=r"allowed is 2 x"):
         check_op(op, x)
     check_op(op, x, floor=1e-3)
+    floors, both = {torch.float64: 1e-3}, [torch.float64, torch.float32]
+    with pytest.raises(AssertionError, match=r"output is wrong.*input float32"):
+        check_op(op, x, dtypes=both, floor=floors)
+    check_op(op, x, dtypes=both, floor={**floors, torch.float32: 1e-3})
     with pytest.raises(AssertionError, match=r"allowed is 7 x"):
         check_op(op, x, factor=7)
     check_op(op, x, factor=1e9)

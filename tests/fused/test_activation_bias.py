@@ -34,7 +34,6 @@ def then_sum() -> list[nn.Module]:
 CASES = {
     "several": Case(several, (33, 6), dtypes=(F64, BF16), times=2),
     "cleared bias": Case(lambda: [without_bias(Bias(6)), SiLU()]),
-    "several under autocast": Case(several, (33, 6), autocast=True, times=2),
     "sum under autocast": Case(then_sum, extras=(6,), autocast=True),
 }
 

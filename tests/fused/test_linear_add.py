@@ -48,7 +48,6 @@ def several() -> list[nn.Module]:
 CASES = {
     "in place": Case(lambda: branch(in_place=True), dtypes=(F32, BF16)),
     "several": Case(several, (33, 6), dtypes=(F64, BF16), times=2),
-    "several under autocast": Case(several, (33, 6), autocast=True, times=2),
 }
 
 

@@ -38,7 +38,6 @@ def with_bias_in_fp32() -> list[nn.Module]:
 
 CASES = {
     "several": Case(several, (33, 6), dtypes=(F64, BF16), times=3),
-    "autocast": Case(several, (33, 6), autocast=True, times=3),
     "cleared bias": Case(lambda: [without_bias(Linear(6, 4))], dtypes=(F32, BF16)),
     "no inner features": Case(lambda: [Linear(0, 4)], (3, 0)),
 }

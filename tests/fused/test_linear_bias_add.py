@@ -22,7 +22,6 @@ CASES = {
     "no bias": Case(lambda: [BasicLinear(6, 4), AddExtraInput()], (7, 6), (4,), dtypes=DTYPES),
     "several": Case(several, (33, 6), (5, 3, 3), dtypes=(F64, BF16), times=2),
     "cleared bias": Case(lambda: [without_bias(Linear(6, 4)), AddExtraInput()], extras=(4,)),
-    "autocast": Case(several, (33, 6), (5, 3, 3), autocast=True, times=2),
 }
 
 

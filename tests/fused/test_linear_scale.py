@@ -39,13 +39,11 @@ CASES = {
     "negative": Case(lambda: scaled(-2.5), dtypes=(BF16,)),
     "small": Case(lambda: scaled(1e-3), dtypes=(FP16,)),
     "several": Case(several, (33, 6), dtypes=(F64, BF16), times=2),
-    "autocast": Case(several, (33, 6), autocast=True, times=2),
 }
 WITH_SUM = {
     "zero": Case(lambda: lora(0.0), extras=(4,)),
     "negative": Case(lambda: lora(-2.5), extras=(4,), dtypes=(BF16,)),
     "several": Case(several_sums, (33, 6), (5, 3), dtypes=(F32, FP16), times=2),
-    "autocast": Case(several_sums, (33, 6), (5, 3), autocast=True, times=2),
 }
 
 
