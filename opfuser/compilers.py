@@ -1,4 +1,4 @@
-"""The C compiler with which Triton builds what launches its kernels."""
+"""The C compiler with which Triton builds what launches its kernels, and the driver below it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def trouble() -> str | None:
     return None
 
 
-def explains(error: Exception) -> bool:
-    """Whether an error may come of such trouble: one of a program, or of none that was found."""
+def reason(error: Exception) -> str | None:
+    """What an error of a launch comes of, in a sentence with the remedy; None: anything else."""
+    text = str(error)
+    if "libcuda.so" in text or "ldconfig" in text:
+        return (
+            "Triton does not find libcuda.so.1, which comes with NVIDIA's driver: install the "
+            "driver, or name the folder in the variable TRITON_LIBCUDA_PATH"
+        )
     of_program = isinstance(error, (subprocess.CalledProcessError, FileNotFoundError))
-    return of_program or "C compiler" in str(error)
+    return trouble() if of_program or "C compiler" in text else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -314,8 +313,8 @@ class Launch:
         with torch.cuda.device(args[0].device):
             try:
                 kernel = function[grid](*args, *self._values, **self.options)
-            except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-                lacking = compilers.trouble() if compilers.explains(error) else None
+            except Exception as error:
+                lacking = compilers.reason(error)
                 if lacking is None:
                     raise
                 raise CompilerError.explained(lacking, where=self.name) from error

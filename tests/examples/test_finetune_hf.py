@@ -54,6 +54,7 @@ def test_losses_are_those_of_the_twin(whole: Path) -> None:
     assert ours[8] < ours[1]
     results = json.loads((whole / "results.json").read_text())
     assert [r["label"] for r in results] == ["opfuser", "transformers"]
+    assert all(r["milliseconds_per_step"] > 0 for r in results)
     assert results[0]["validation_loss"] == pytest.approx(results[1]["validation_loss"], rel=1e-5)
 
 
@@ -73,7 +74,8 @@ def test_adapters_of_a_model_that_was_trained(
     whole: Path, example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [f"--runs={tmp_path}", "--name=lora", f"--model={whole / 'model'}", "--lora=4"]
-    assert example.main([*SMALL, *options, "--bf16"]) == 0
+    assert example.main([*SMALL, *options, "--bf16", "--tensorboard"]) == 0
+    assert list((tmp_path / "lora").rglob("events.out.tfevents.*"))
     assert "LoRALinear x3" in capsys.readouterr().out  # the report of apply
     assert losses(tmp_path / "lora")[1] < losses(whole)[2]
     before, after = (path / "model" / "model.safetensors" for path in (whole, tmp_path / "lora"))

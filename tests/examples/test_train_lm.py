@@ -82,8 +82,9 @@ def test_script_writes_everything_and_compares_with_its_twin(tmp_path: Path) -> 
     progress = done.stderr.splitlines()
     assert "\r" not in done.stderr
     for label in ("opfuser", "torch.nn"):
-        steps = [line.split(",")[0] for line in progress if line.startswith(label)]
-        assert steps == [f"{label}: {step} of 12 steps" for step in range(1, 13)]
+        lines = [line.partition(", loss ") for line in progress if line.startswith(label)]
+        assert [line[0] for line in lines] == [f"{label}: {n} of 12 steps" for n in range(1, 13)]
+        assert all(re.match(r"[\d.]+, [\d,]+ tokens/s, saved ", line[2]) for line in lines)
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(
         r"results: [\d,]+ parameters, 12 steps, [\d,]+ tokens/s, loss [\d.]+ train "

@@ -192,6 +192,26 @@ def test_a_launch_without_a_compiler_says_what_to_install(
         launch_that(monkeypatch, fails)
 
 
+@pytest.mark.parametrize("listed", [True, False], ids=["not there", "no ldconfig"])
+def test_a_launch_without_the_library_of_the_driver_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+
+    def ldconfig(command: list[str]) -> bytes:
+        if not listed:
+            raise FileNotFoundError(2, "No such file or directory", command[0])
+        return b"libcuda.so.1 (libc6,x86-64) => /no/such/folder/libcuda.so.1"
+
+    monkeypatch.setattr(driver.subprocess, "check_output", ldconfig)
+    says = (
+        r"^Triton does not find libcuda\.so\.1, which comes with NVIDIA's driver: install the "
+        r"driver, or name the folder in the variable TRITON_LIBCUDA_PATH \(nowhere:nothing\)\.$"
+    )
+    with pytest.raises(CompilerError, match=says):
+        launch_that(monkeypatch, driver.libcuda_dirs.__wrapped__)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of resource"), OSError("no space left")])
 def test_other_errors_of_a_launch_are_its_own(
     monkeypatch: pytest.MonkeyPatch, error: Exception
