@@ -25,16 +25,12 @@ from opfuser.models import (
 )
 from opfuser.models.sharding import shard_layers
 from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.distributed.sharded import whole
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
 CHECKS = check = Checks()
-
-
-def whole(value: Tensor | None) -> Tensor:
-    assert isinstance(value, DTensor)
-    return value.full_tensor()
 
 
 def compare(

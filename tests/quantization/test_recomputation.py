@@ -17,7 +17,7 @@ from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
-from opfuser import BasicLinear, GroupedLinear, Linear, Sequential
+from opfuser import BasicLinear, Sequential
 from opfuser.errors import RecomputationError
 from opfuser.quantization import checkpointed
 from opfuser.quantization.quantizers import OperandQuantizer
@@ -31,6 +31,8 @@ from opfuser.recipe import (
     Recipe,
 )
 from opfuser.recomputation import computed_again, parts_under_way
+
+from .test_calls_between import Experts, recomputing, swiglu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 
@@ -133,31 +135,10 @@ RUNS: dict[str, Run] = {
 each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
-def swiglu() -> Sequential:
-    up = Linear(DIM, 4 * DIM, bias=False)
-    return Sequential(opfuser.RMSNorm(DIM), up, opfuser.SwiGLU(), Linear(2 * DIM, DIM))
-
-
 def linears() -> nn.Module:
     """Two sequences that share an operation: it is called twice."""
     shared = BasicLinear(DIM, DIM)
     return nn.Sequential(Sequential(shared, opfuser.GELU()), nn.Tanh(), Sequential(shared))
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = Sequential(GroupedLinear(3, DIM, DIM), GroupedLinear(3, DIM, DIM))
-
-    def forward(self, x: Tensor) -> Any:
-        sizes = torch.tensor([4, 0, 3])
-        return self.layers(x, sizes, sizes)
-
-
-def recomputing() -> Sequential:
-    block = swiglu()
-    block[2].recompute_mlp = True
-    return block
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
