@@ -78,7 +78,7 @@ def _needed(name: str, by: str, *, built: bool = True) -> Any:
 
 
 OLDEST = 2, 11
-if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+if VERSION < OLDEST:
     raise TorchVersionError.explained(
         f"opfuser needs torch {OLDEST[0]}.{OLDEST[1]} or later",
         received=f"torch {torch.__version__}",
