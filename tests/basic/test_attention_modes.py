@@ -139,7 +139,7 @@ HALF_TOO = {
     "sequences",
 }
 # Each of what the keys of some queries depend on, and of what is added up over queries.
-IN_PARTS = {
+IN_PARTS = (
     "fewer queries",
     "size of values",
     "window",
@@ -151,7 +151,7 @@ IN_PARTS = {
     "bias, fewer queries",
     "bias, soft-capping, sinks",
     "sequences, window",
-}
+)
 
 
 def make(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor]]:
