@@ -67,5 +67,5 @@ def _are_equal(a: Any, b: Any) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     if memory_of(a) == memory_of(b) and a.stride() == b.stride():
-        return a.storage_offset() == b.storage_offset()
+        return bool(a.storage_offset() == b.storage_offset())
     return not a.is_meta and torch.equal(a, b)

@@ -254,7 +254,7 @@ def differentiate(
         with torch.no_grad():
             grads = compute(keep)
         made = [g for g in grads if g is not None]
-        guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
+        guarded = iter(_NotTwice.apply(len(made), *made, *anchors))
         return [None if g is None else next(guarded) for g in grads]
     except RuntimeError as error:
         if any(map(is_batched, received)):

@@ -68,7 +68,7 @@ def local_values(places: Sequence[LocalPlace]) -> Iterator[None]:
         return
     given = [cast(nn.Parameter, place.parameters[place.name]) for place in places]
     once = {id(p): (p, place.how) for p, place in zip(given, places)}
-    parts = _Parts.apply([how for _, how in once.values()], *[p for p, _ in once.values()])  # type: ignore[no-untyped-call]
+    parts = _Parts.apply([how for _, how in once.values()], *[p for p, _ in once.values()])
     part_of = dict(zip(once, parts))
     for p, place in zip(given, places):
         place.parameters[place.name] = part_of[id(p)]

@@ -19,7 +19,7 @@ def replayed(
     """The output of a call, or a tuple of it and the extra outputs."""
     captured = flight.captured
     if captured.program.needs_backward:
-        return _apply(flight, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        return _apply(flight, input_, *parameters, *extra_inputs)
     with torch.no_grad():
         results = captured.forward((input_, *extra_inputs))
     return tuple(results) if len(results) > 1 else results[0]

@@ -51,13 +51,13 @@ def execute(
         output, outputs = traced_forward(program, kwargs, input_, extra_inputs, None)
         return (output, *outputs) if outputs else output
     if not by_dynamo:
-        return _InGraphFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        return _InGraphFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)
     if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
         # The tracer of torch 2.11 fails where a later operation requires a size that it
         # treats as variable to be that of a parameter. Reading the size fixes it here.
         range(input_.shape[-1])
     tensors = _each_once([input_, *parameters, *extra_inputs])
-    return _DynamoFunction.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
+    return _DynamoFunction.apply(program, kwargs, *tensors)
 
 
 def _execute_exported(

@@ -96,7 +96,7 @@ class StageModule(Sequential):
             *extras[:public],
             *(channels[name] for name in tensors.sent),
         )
-        return _WithGradients.apply(y, *behind) if behind else y  # type: ignore[no-untyped-call]
+        return _WithGradients.apply(y, *behind) if behind else y
 
     def _check_counts(self, received: int, extra_inputs: int) -> None:
         tensors = self.tensors

@@ -141,8 +141,8 @@ class Size(torch.SymInt, metaclass=_Kind):
     def __class__(self) -> Any:
         return int
 
-    @property
-    def node(self) -> Any:
+    @property  # torch declares an attribute since 2.15
+    def node(self) -> Any:  # type: ignore[override, unused-ignore]
         raise TypeError("a size is no argument of this function")
 
     __hash__: Callable[[], int]
