@@ -40,6 +40,7 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION == (3, 8):
     SPILLED |= {
         (90, "swiglu 8100 x 14336 torch.bfloat16 backward in blocks"): 8,
+        (90, "swiglu 8100 x 14336 torch.bfloat16 backward in blocks, h in squares"): 8,
         (90, "8192 in 32 x 784 torch.bfloat16 vectors rows"): 8,
     }
 # Triton 3.9 keeps more values at once.
