@@ -278,7 +278,9 @@ FUSED = [p.path for p in OPERATIONS if p.path.startswith("opfuser.fused.")]
 
 
 def of_tensors(function: Callable[..., Any]) -> bool:
-    """Whether a function takes or returns a tensor, by its annotations."""
+    """Whether a function takes or returns a tensor, by its annotations, and is not torch's."""
+    if function.__module__.startswith("torch."):
+        return False
     signature = inspect.signature(function)
     kinds = [p.annotation for p in signature.parameters.values()] + [signature.return_annotation]
     return any(re.search(r"\bTensor\b", str(kind)) for kind in kinds)
