@@ -112,7 +112,11 @@ class BasicOperation(FusibleOperation):
         return _keywords_of(getattr(self.op_forward, "__func__", self.op_forward))
 
     def check_keywords(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises OpKwargsError for a keyword that the forward does not accept."""
+        """Looks at the keywords of a call.
+
+        Raises:
+            OpKwargsError: the forward does not accept one of them.
+        """
         if kwargs and not self.takes_keywords:
             raise OpKwargsError.explained(
                 f"{type(self).__name__} takes no keywords", received=", ".join(kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -184,7 +185,7 @@ def parsed(function: Any) -> ast.AST:
 def raised_in(tree: ast.AST) -> set[str]:
     nodes = [n.exc for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
     names = {ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call)}
-    names = {name.rpartition(".")[2] for name in names}
+    names = {name.removesuffix(".explained").rpartition(".")[2] for name in names}
     # What an abstract method raises; and what a helper makes is found where the helper is called.
     return {n for n in names if n[0].isupper()} - {"MissingImplementationError"}
 
@@ -227,8 +228,16 @@ def said(kind: type) -> str:
     return "\n\n".join([*texts, *(own(c) for c in kind.__mro__[1:] if c in CLASSES)])
 
 
-def documented() -> Iterator[tuple[str, Callable[..., Any], type | None, str]]:
+Documented = tuple[str, Callable[..., Any], "type | None", str]
+
+
+@functools.cache  # not while tests are collected, which every process does
+def documented() -> list[Documented]:
     """Path, function, class and docstring of every public function, constructor and method."""
+    return list(_documented())
+
+
+def _documented() -> Iterator[Documented]:
     for path, value in CALLED:
         if not inspect.isclass(value):
             yield path, value, None, own(value)
@@ -252,19 +261,18 @@ def bases(error: str) -> set[str]:
 
 OF_ALL = {"Exception", "BaseException", "object", "OpfuserError"}
 # What these call would refuse an index that they have looked up.
-NEVER = {f"opfuser.BasicOperation.get_{what}_quantizer" for what in ("input", "grad_output")}
-DOCUMENTED = list(documented())
-RAISING = [
-    (path, raises, text)
-    for path, function, kind, text in DOCUMENTED
-    if path not in NEVER and (raises := raised(function, kind))
-]
+NEVER = {f"get_{what}_quantizer" for what in ("input", "grad_output")}
 
 
 def test_docstrings_name_the_errors_that_are_raised() -> None:
-    assert len(RAISING) > 4, "the scan finds nothing"
+    raising = [
+        (path, raises, text)
+        for path, function, kind, text in documented()
+        if path.rpartition(".")[2] not in NEVER and (raises := raised(function, kind))
+    ]
+    assert len(raising) > 400, "the scan finds nothing"
     left_out = set()
-    for path, raises, text in RAISING:
+    for path, raises, text in raising:
         named = sections(text, "raises")
         left_out |= {(path, error) for error in raises if named.isdisjoint(bases(error))}
     assert left_out == set()
@@ -286,17 +294,15 @@ def of_tensors(function: Callable[..., Any]) -> bool:
     return any(re.search(r"\bTensor\b", str(kind)) for kind in kinds)
 
 
-TENSORS = {path: text for path, function, _, text in DOCUMENTED if of_tensors(function)}
-
-
 @pytest.mark.parametrize("word", ["shape", "dtype"])
 def test_what_takes_or_returns_tensors_says_their_shapes_and_dtypes(word: str) -> None:
     """Fused operations have those of what they replace, as their page says once."""
     page = Path(__file__).parents[2] / "docs" / "reference" / "api" / "fused.md"
     assert len(FUSED) > 10
-    assert len(TENSORS) > 60
+    tensors = {path: text for path, function, _, text in documented() if of_tensors(function)}
+    assert len(tensors) > 60
     assert re.search(rf"\b{word}s\b.* are those of the operations", page.read_text("utf-8"), re.I)
-    texts = TENSORS | {p.path: own(p.value) for p in OPERATIONS if p.value not in BASES}
+    texts = tensors | {p.path: own(p.value) for p in OPERATIONS if p.value not in BASES}
     said = rf"\b{word}s?\b|\bas (of|for|in) :func:"
     bare = [path for path, text in texts.items() if not re.search(said, text, re.I)]
     assert [path for path in bare if not path.startswith(tuple(FUSED))] == []
