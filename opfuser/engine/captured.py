@@ -26,7 +26,7 @@ from ..recording import Assumptions, recorded
 from ..torch_internals import memory_of
 from .autograd import separate
 from .captured_backward import BackwardGraph, Forwarded, room_for, uncached_casts
-from .graphs import Graph, graph_type
+from .graphs import CudaGraph, graph_type
 from .passes import Tape, execute_backward, execute_forward
 from .program import Program
 from .ranges import replay_range
@@ -88,7 +88,7 @@ class Captured:
         self._times_held = 0 if asked else _PATIENCE
         self.refusal: Refusal | None = None
         self._backwards: dict[tuple[bool, ...], list[BackwardGraph]] = {}
-        self._graph: Graph = kind(self.device)
+        self._graph: CudaGraph = kind(self.device)
         tape = Tape() if program.needs_backward else None
         # Memory of others that the graphs must not be deprived of.
         self._tables = program.specializations.cached()

@@ -13,7 +13,7 @@ from ..buffer_reuse import references
 from ..recording import Assumptions, recorded
 from ..torch_internals import memory_of
 from .autograd import separate
-from .graphs import Graph
+from .graphs import CudaGraph
 from .passes import execute_backward
 from .program import Program
 
@@ -45,7 +45,7 @@ class BackwardGraph:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: CudaGraph,
         forwarded: Forwarded,
         memory: Sequence[Tensor | None],
         received: Sequence[Tensor | None],

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,63 +20,14 @@ T = TypeVar("T")
 _capturing = threading.Lock()
 
 
-class Event(Protocol):
-    """A place in the work of a stream."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this one to another one, once both were reached."""
-
-
-class Graph(Protocol):
-    """Launches that were recorded, in memory of their own."""
-
-    bytes: int
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def capture(self, function: Callable[[], T]) -> T:
-        """Records the launches of ``function()``; its result is written by :meth:`replay`."""
-
-    def replay(self) -> None:
-        """Repeats the launches on the current stream."""
-
-    @staticmethod
-    def stream(device: torch.device) -> int:
-        """Identifies the current stream of ``device``."""
-
-    @staticmethod
-    def under_way() -> bool:
-        """Whether somebody else is capturing this thread's launches."""
-
-    @staticmethod
-    def memory(device: torch.device) -> int:
-        """Bytes of memory that ``device`` has."""
-
-    @staticmethod
-    def free(device: torch.device) -> int:
-        """Bytes of memory that nobody has reserved."""
-
-    @staticmethod
-    def allocated(device: torch.device) -> int:
-        """Bytes of memory that tensors of this process have."""
-
-    @staticmethod
-    def event(device: torch.device) -> Event:
-        """The place that the current stream of ``device`` has come to."""
-
-    @staticmethod
-    def objection() -> str | None:
-        """Why nothing should be recorded that nobody asked for."""
-
-
 class CudaGraph:
     """A ``torch.cuda.CUDAGraph`` with a memory pool that no other one uses.
 
     What was allocated while it was captured keeps its address as long as the graph lives, and
     nothing else is ever placed there: neither other graphs nor the rest of the program write to it.
+
+    Attributes:
+        bytes: how much memory that is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,6 +36,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], T]) -> T:
+        """Records the launches of ``function()``; its result is written by :meth:`replay`."""
         device = self.device
         current = torch.cuda.current_stream(device)
         aside = torch.cuda.Stream(device)
@@ -122,36 +74,44 @@ class CudaGraph:
             other.capture_end()
 
     def replay(self) -> None:
+        """Repeats the launches on the current stream."""
         self._graph.replay()
 
     @staticmethod
     def stream(device: torch.device) -> int:
+        """Identifies the current stream of ``device``."""
         return internals.cuda_stream(device.index)
 
     @staticmethod
     def under_way() -> bool:
+        """Whether somebody else is capturing this thread's launches."""
         return internals.cuda_captures()
 
     @staticmethod
     def memory(device: torch.device) -> int:
+        """Bytes of memory that ``device`` has."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
     @staticmethod
     def free(device: torch.device) -> int:
+        """Bytes of memory that nobody has reserved."""
         return int(torch.cuda.mem_get_info(device)[0])
 
     @staticmethod
     def allocated(device: torch.device) -> int:
+        """Bytes of memory that tensors of this process have."""
         return int(torch.cuda.memory_allocated(device))
 
     @staticmethod
-    def event(device: torch.device) -> Event:
+    def event(device: torch.device) -> torch.cuda.Event:
+        """The place that the current stream of ``device`` has come to."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
     @staticmethod
     def objection() -> str | None:
+        """Why nothing should be recorded that nobody asked for."""
         for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
             if os.environ.get(name, "0") not in ("", "0"):
                 return f"{name} is set"
@@ -162,10 +122,10 @@ class CudaGraph:
         return None
 
 
-_TYPES: dict[str, type[Graph]] = {"cuda": CudaGraph}
+_TYPES: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 
 
-def graph_type(device: torch.device) -> type[Graph] | None:
+def graph_type(device: torch.device) -> type[CudaGraph] | None:
     """How launches on ``device`` are recorded; None if they cannot be."""
     return _TYPES.get(device.type)
 

@@ -24,7 +24,7 @@ from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, parts_under_way
 from .autograd import Kwargs, execute_eagerly
 from .captured import TOO_LARGE, Captured, Flight, lock, make_room, refusal_of_capture, taken
-from .graphs import Graph, graph_type
+from .graphs import CudaGraph, graph_type
 from .plan import ReplayRecord
 from .program import Program
 from .replay_decision import Costs
@@ -171,7 +171,7 @@ class Replays:
             logger.log(level, "[replay] steps aside: %s", refusal)
 
     def _find(
-        self, graphs: type[Graph], options: ReplayOptions, call: ReplayCall
+        self, graphs: type[CudaGraph], options: ReplayOptions, call: ReplayCall
     ) -> tuple[Flight | Refusal | None, Trial | None]:
         """A recording for a call, or why there is none; None if there may be one later.
 
@@ -203,7 +203,7 @@ class Replays:
 
     def _on_trial(
         self,
-        graphs: type[Graph],
+        graphs: type[CudaGraph],
         options: ReplayOptions,
         kind: _Kind,
         call: ReplayCall,
@@ -238,7 +238,7 @@ class Replays:
             return _IN_FLIGHT
         return self._capture(options, kind, call)
 
-    def _kind(self, graphs: type[Graph], call: ReplayCall, is_auto: bool) -> _Kind:
+    def _kind(self, graphs: type[CudaGraph], call: ReplayCall, is_auto: bool) -> _Kind:
         """What is known of calls like this one.
 
         Args:
@@ -314,7 +314,7 @@ def _shorten(kinds: dict[Hashable, Any]) -> None:
         del kinds[next(idle, next(iter(kinds)))]
 
 
-def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
+def _refusal_of_call(graphs: type[CudaGraph], call: ReplayCall) -> Refusal | None:
     """Why a call is not replayed whatever its plan."""
     inputs, parameters = [call.input_, *call.extra_inputs], call.parameters
     if not inputs[0].numel():
@@ -354,7 +354,7 @@ def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
     return None
 
 
-def _refusal_unless_asked(graphs: type[Graph]) -> Refusal | None:
+def _refusal_unless_asked(graphs: type[CudaGraph]) -> Refusal | None:
     """Why a call is not replayed that nobody asked to replay."""
     objection = graphs.objection()
     if objection is not None:
@@ -367,7 +367,7 @@ def _refusal_unless_asked(graphs: type[Graph]) -> Refusal | None:
 
 
 def _costs(
-    graphs: type[Graph], options: ReplayOptions, trial: Trial, device: torch.device
+    graphs: type[CudaGraph], options: ReplayOptions, trial: Trial, device: torch.device
 ) -> Costs:
     limit = options.share * graphs.memory(device)
     return Costs(trial.copied, trial.memory, taken(device), limit, graphs.free(device))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..fusion import Refusal
-from .graphs import Event, Graph
+from .graphs import CudaGraph
 from .replay_decision import Costs, Sample, refusal_after_trial, refusal_before_trial
 
 # Complete measurements of each way, and calls in which they must come: a forward pass whose
@@ -30,17 +30,17 @@ class _Measured:
         following: where the next one begins on the device.
     """
 
-    def __init__(self, graphs: type[Graph], device: torch.device, began: float) -> None:
+    def __init__(self, graphs: type[CudaGraph], device: torch.device, began: float) -> None:
         self._graphs, self._device = graphs, device
         self._marks = [graphs.event(device)]
         self._began = began
         self._host = 0.0
         self._behind = True
         self._expected = 2
-        self.following: Event | None = None
+        self.following: torch.cuda.Event | None = None
 
     @property
-    def start(self) -> Event:
+    def start(self) -> torch.cuda.Event:
         return self._marks[0]
 
     def _end(self) -> None:
@@ -146,7 +146,11 @@ class Trial:
             self.refuse(no)
 
     def call(
-        self, graphs: type[Graph], tensors: Sequence[Tensor], inputs: int, run: Callable[[], Any]
+        self,
+        graphs: type[CudaGraph],
+        tensors: Sequence[Tensor],
+        inputs: int,
+        run: Callable[[], Any],
     ) -> Any:
         """What ``run()`` returns; the call is measured.
 
