@@ -31,6 +31,7 @@ from .passes import (
     tells_step,
 )
 from .program import Program
+from .recorded_functions import tensors_in
 from .recorded_guards import keywords_of
 from .specialized import Specialization
 from .steps import zeros
@@ -110,15 +111,11 @@ def batched_like(x: Tensor, others: Sequence[Tensor], kwargs: Kwargs) -> Tensor:
     Operations write into tensors that they allocate like their input. vmap refuses that where the
     input is not batched, but the values written are.
     """
-    others = [*others, *_tensors_in(kwargs)]
+    others = [*others, *tensors_in(kwargs)]
     zero = x.new_zeros(())
     for other in others:
         zero = zero + other.new_zeros((), dtype=x.dtype, device=x.device)
     return x + zero if others else x
-
-
-def _tensors_in(kwargs: Kwargs) -> list[Tensor]:
-    return [t for own in kwargs or () for t in own.values() if isinstance(t, Tensor)]
 
 
 class _SequenceFunction(torch.autograd.Function):

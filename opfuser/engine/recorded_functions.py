@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,10 +95,10 @@ def is_plain_memory(result: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
+    """The tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
         return [t for part in value for t in tensors_in(part)]

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..engine.recorded_functions import tensors_in
 from ..errors import TargetError
 from ..registry import disable, fusions
 from .conversion import no_sequences
 from .inputs import said
 from .machine import machine
 from .target import Target, failed, plans
-from .traffic import outputs_of
 
 FUSED, UNFUSED, COMPILED, UNTOUCHED = "fused", "unfused", "torch.compile", "transformers"
 _WARM_UP = 3  # steps
@@ -153,7 +153,7 @@ class _Runner:
             t.grad = None
         with torch.no_grad() if self._forward_only else nullcontext():
             made = self._call(*self._target.inputs)
-        roots = [t for t in outputs_of(made) if t.requires_grad]
+        roots = [t for t in tensors_in(made) if t.requires_grad]
         if self._grads is None:
             self._grads = [torch.randn_like(t) for t in roots]
         del made

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attention.call import Call, Grads, Heads, Kernel, Result, request_of
 from ..attention.choice import KERNELS, expanded
+from ..engine.recorded_functions import tensors_in
 from ..kernels.launch import Recorded, recorded
 from ..torch_internals import memory_of, schema_of, storage_address
 
@@ -90,7 +91,7 @@ class KernelCounter(TorchDispatchMode):
         self.flush()
         result = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
-        made = list(_tensors([result]))
+        made = tensors_in(result)
         if packet in _ALLOCATE:
             for t in made:
                 storage = t.untyped_storage()
@@ -107,7 +108,7 @@ class KernelCounter(TorchDispatchMode):
         read: list[Tensor] = []
         changed: list[Tensor] = []
         for argument, value in given:
-            tensors = list(_tensors([value]))
+            tensors = tensors_in(value)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 changed += tensors
                 if packet in _OVERWRITE or argument.is_out:
@@ -158,14 +159,6 @@ class KernelCounter(TorchDispatchMode):
         """Notes that these have been written to."""
         for t in tensors:
             self._blank.pop(memory_of(t), None)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 def _sizes(tensors: Iterable[Tensor]) -> list[int]:

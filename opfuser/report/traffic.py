@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..engine.plan import Plan, Step
 from ..engine.program import Program
+from ..engine.recorded_functions import tensors_in
 from ..errors import TargetError
 from ..fusion import Stage
 from ..sequential import Sequential
@@ -200,24 +201,12 @@ _NO_DATA = "Launches and bytes are counted without data, so that nothing may rea
 
 def _train(outputs: Any, leaves: Iterable[Tensor], counter: KernelCounter) -> None:
     """The backward of all outputs that need one; leaves no gradients behind."""
-    roots = [t for t in outputs_of(outputs) if t.requires_grad]
+    roots = [t for t in tensors_in(outputs) if t.requires_grad]
     wanted = [t for t in leaves if t.requires_grad]
     if roots:
         grads = [torch.empty_like(t) for t in roots]
         counter.fill(grads)  # they are the caller's
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-
-
-def outputs_of(value: Any) -> Iterator[Tensor]:
-    """The tensors that a model has returned, also inside of tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from outputs_of(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from outputs_of(inner)
 
 
 def total(counts: Iterable[Counts]) -> Counts:

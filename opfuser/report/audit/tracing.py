@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...applying import is_computed
 from ...applying.deferred import Deferred
+from ...engine.recorded_functions import tensors_in
 from ...op import FusibleOperation
 from ...plain_modules import replacement
 from ...sequential import Sequential
@@ -168,15 +169,15 @@ class _Recorder(TorchFunctionMode):
         if self.opaque or Deferred in types:  # of these a Sequential makes the loss
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if _tensors_of(out):
+        if tensors_in(out):
             self._add("call_function", func, args, kwargs, out)
         elif func.__name__ == "__setitem__":
             self._add("call_function", func, args, kwargs, args[0])
         return out
 
     def _add(self, op: str, target: Any, args: Any, kwargs: Any, out: Any) -> fx.Node | None:
-        given = _tensors_of((args, kwargs))
-        made = _tensors_of(out)
+        given = tensors_in((args, kwargs))
+        made = tensors_in(out)
         # Such as x.to() of the dtype that x has: nothing is called. Under no_grad,
         # requires_grad_() and the like change nothing either.
         unchanged = made and all(any(t is g for g in given) for t in made)
@@ -262,14 +263,3 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
     if inside and not module._modules and replacement(module) is not None:
         return True
     return is_computed(module)
-
-
-def _tensors_of(values: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, (tuple, list)):
-        return [t for value in values for t in _tensors_of(value)]
-    return []
