@@ -18,7 +18,6 @@ from ...fusion import Refusal
 from ...registry import fusions
 from ...sequential import Sequential
 from ..inputs import as_text
-from ..observing import SequenceCall
 from ..target import Target, failed
 from . import segments
 from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
@@ -35,7 +34,6 @@ from .tracing import Place, Trace, facts_of, trace
 class _Site(NamedTuple):
     """One finding before equal ones are put together."""
 
-    key: tuple[Any, ...]
     where: tuple[Any, ...]
     entry: MissedFusion
     instance: Instance
@@ -90,9 +88,9 @@ def _of_formula(f: Found, conversions: list[Tried], costs: dict[Any, Cost | None
     gradient = facts is not None and facts.requires_grad
     source, recommendation = advice(f.kind, gradient)
     ops = tuple(segments.function(node) for node in f.launches)
-    entry = _entry(
+    entry = MissedFusion(
         f.kind, source, "joint" if gradient else "forward", ops, look_up(f.kind),
-        recommendation, _RISKS.get(f.kind, _ROUNDING),
+        recommendation, None, _RISKS.get(f.kind, _ROUNDING),
     )  # fmt: skip
     key = f.kind, *((node.target, facts_of(node)) for node in f.nodes)
     if key not in costs:
@@ -103,29 +101,29 @@ def _of_formula(f: Found, conversions: list[Tried], costs: dict[Any, Cost | None
     ours = any(kernel.source == "opfuser" for kernel in KNOWN[f.kind])
     calls = [found.call for found in conversions if ours and found.computes(f.kind, f.nodes)]
     notes = [f"computed by {len(ops)} functions of torch"]
-    notes += [_replaces(calls[0])] if calls else _kept(conversions, f.nodes) if ours else []
+    if ours:
+        notes += _replacing(calls) or _kept(conversions, f.nodes)
     return _site(entry, f.nodes, notes, costs[key])
 
 
 def _of_chain(one: Fused, conversions: list[Tried], costs: dict[Any, Cost | None]) -> _Site:
-    info = next(info for info in fusions() if info.name == one.name)
+    source, existing = _registered(one.name)
     ops = tuple("sum of gradients" if f is None else f.kind for f in one.part.found)
     why = "called one by one; opfuser fuses operations of a Sequential"
-    entry = _entry(
-        one.name, _origin(info.origin), info.stage, ops, _registered(one.name, info.origin),
-        "use_existing_kernel", _dropping(ops), Refusal("GROUP_SPLIT", why),
+    entry = MissedFusion(
+        one.name, source, one.stage, ops, existing, "use_existing_kernel",
+        Refusal("GROUP_SPLIT", why), _dropping(ops),
     )  # fmt: skip
     key = one.name, signature(one.part)
     if key not in costs:
         sequence = Sequential(*one.part.modules)
         # A joint fusion may take in what others have fused before it.
-        within = nullcontext if info.stage == "joint" else partial(only, one.name)
+        within = nullcontext if one.stage == "joint" else partial(only, one.name)
         with torch.set_grad_enabled(one.part.differentiated):
             costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
     calls = [found.call for found in conversions if found.fuses(one.name, one.part)]
     instead = [f"write it as {written(one.whole)}", *_kept(conversions, one.part.nodes)]
-    notes = [_replaces(calls[0])] if calls else instead
-    return _site(entry, one.part.nodes, notes, costs[key])
+    return _site(entry, one.part.nodes, _replacing(calls) or instead, costs[key])
 
 
 def _kept(conversions: list[Tried], nodes: Sequence[fx.Node]) -> list[str]:
@@ -133,39 +131,28 @@ def _kept(conversions: list[Tried], nodes: Sequence[fx.Node]) -> list[str]:
     return [why for found in conversions[-1:] if (why := found.why_not(nodes))]
 
 
-def _replaces(call: str) -> str:
-    return f"{call} replaces this"
+def _replacing(calls: list[str]) -> list[str]:
+    return [f"{call} replaces this" for call in calls[:1]]
 
 
 def _of_blocked(b: Blocked) -> _Site:
-    info = next(info for info in fusions() if info.name == b.name)
+    source, existing = _registered(b.name)
     ops = tuple(type(op).__name__ for op in b.ops)
     risk = _dropping(ops)
     removable = b.keeps_results or b.why.code == "MISSING_PACKAGE"
     if b.remedies and not b.keeps_results:
         risk = "high: what stands there may compute something else"
-    entry = _entry(
-        b.name, _origin(info.origin), b.stage, ops, _registered(b.name, info.origin),
-        "use_existing_kernel" if removable else "defer", risk, b.why,
+    entry = MissedFusion(
+        b.name, source, b.stage, ops, existing,
+        "use_existing_kernel" if removable else "defer", b.why, risk,
     )  # fmt: skip
-    notes = [str(b.why), *b.remedies]
-    return _in_sequence(entry, b.call, b.paths, b.steps, notes, b.cost())
-
-
-def _in_sequence(
-    entry: MissedFusion,
-    call: SequenceCall,
-    inner: tuple[str, ...],
-    steps: tuple[str, ...],
-    notes: list[str],
-    cost: Cost | None,
-) -> _Site:
-    paths = [f"{call.path}.{path}" if call.path else path for path in inner]
+    at, cost = b.call.path, b.cost()
+    paths = [f"{at}.{path}" if at else path for path in b.paths]
     where = f"{paths[0]} to {paths[-1]}" if paths[0] != paths[-1] else paths[0]
-    notes = [*notes, f"in the Sequential {call.path or '(root)'}", *_counted(cost)]
-    segment = segments.modules(call.sequence, inner)
-    instance = Instance(where, segment, "\n".join(steps), "; ".join(notes))
-    return _Site((*_key(entry), entry.blocked_by), (where,), entry, instance, cost)
+    notes = [str(b.why), *b.remedies, f"in the Sequential {at or '(root)'}", *_counted(cost)]
+    segment = segments.modules(b.call.sequence, b.paths)
+    instance = Instance(where, segment, "\n".join(b.steps), "; ".join(notes))
+    return _Site((where,), entry, instance, cost)
 
 
 def _counted(cost: Cost | None) -> list[str]:
@@ -187,25 +174,6 @@ def _change(less: int, one: str, several: str) -> str:
     return f"{abs(less)} {what} {'more' if less < 0 else 'less'}"
 
 
-def _entry(
-    name: str,
-    source: str,
-    stage: str,
-    ops: tuple[str, ...],
-    existing: Existing,
-    recommendation: str,
-    risk: str,
-    why: Refusal | None = None,
-) -> MissedFusion:
-    """An entry without sites."""
-    none = Estimate(0, 0, 0, 0, 0)
-    return MissedFusion(name, source, stage, ops, existing, recommendation, why, risk, none, ())
-
-
-def _key(entry: MissedFusion) -> tuple[Any, ...]:
-    return entry.fused_op, entry.stage, entry.component_ops
-
-
 def _site(
     entry: MissedFusion, nodes: Sequence[fx.Node], notes: list[str], cost: Cost | None
 ) -> _Site:
@@ -216,7 +184,7 @@ def _site(
         segments.nodes(nodes),
         "; ".join([*notes, *_callers(places), *_counted(cost)]),
     )
-    return _Site(_key(entry), tuple(dict.fromkeys(places)), entry, instance, cost)
+    return _Site(tuple(dict.fromkeys(places)), entry, instance, cost)
 
 
 def _callers(places: list[Place]) -> list[str]:
@@ -227,21 +195,21 @@ def _callers(places: list[Place]) -> list[str]:
 
 def _joined(sites: list[_Site]) -> tuple[MissedFusion, ...]:
     """One entry for all sites of a kind; a site that is called again is one."""
-    groups: dict[tuple[Any, ...], list[_Site]] = {}
+    groups: dict[MissedFusion, list[_Site]] = {}
     for site in sites:
         # What is counted, and saves nothing, is no finding.
         if site.cost is None or site.cost.launches > 0 or site.cost.bytes:
-            groups.setdefault(site.key, []).append(site)
+            groups.setdefault(site.entry, []).append(site)
     out = []
-    for group in groups.values():
+    for entry, group in groups.items():
         calls = len(group)
         costs = [site.cost or Cost() for site in group]
         mean = Cost(*(sum(values) // calls for values in zip(*costs)))
         size = sum(cost.bytes for cost in costs) // calls
         estimate = Estimate(mean.launches, size, calls, -mean.moved, -mean.kept)
         unique = {site.where: site.instance for site in group}
-        entry = group[0].entry._replace(estimate=estimate, instances=tuple(unique.values()))
-        out.append(entry._replace(recommendation="defer") if mean.loses else entry)
+        found = entry._replace(estimate=estimate, instances=tuple(unique.values()))
+        out.append(found._replace(recommendation="defer") if mean.loses else found)
     return tuple(sorted(out, key=lambda m: (-m.weight[0], -m.weight[1], m.fused_op)))
 
 
@@ -259,13 +227,12 @@ def _dropping(ops: tuple[str, ...]) -> str:
     return f"{_ROUNDING}; dropout draws other masks" if drops else _ROUNDING
 
 
-def _origin(origin: str) -> str:
-    return "opfuser" if origin == "opfuser" else "plugin"
-
-
-def _registered(name: str, origin: str) -> Existing:
-    page = "docs/reference/fusions.md" if origin == "opfuser" else "registered here"
-    return Existing("found", (f"fusion {name} ({page}; importable here)",))
+def _registered(name: str) -> tuple[str, Existing]:
+    """Who has a fusion, and what a look-up says of it."""
+    ours = next(info.origin for info in fusions() if info.name == name) == "opfuser"
+    page = "docs/reference/fusions.md" if ours else "registered here"
+    found = Existing("found", (f"fusion {name} ({page}; importable here)",))
+    return "opfuser" if ours else "plugin", found
 
 
 def _env(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class MissedFusion(NamedTuple):
     recommendation: str
     blocked_by: Refusal | None
     numeric_risk: str
-    estimate: Estimate
-    instances: tuple[Instance, ...]
+    estimate: Estimate = Estimate(0, 0, 0, 0, 0)
+    instances: tuple[Instance, ...] = ()
 
     @property
     def weight(self) -> tuple[int, int]:
