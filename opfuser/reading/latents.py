@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -13,6 +12,7 @@ from .heads import HeadsFound, heads_of
 from .kept import KeptError
 from .operations import Heads, Operation
 from .packing import gathered, shared_steps, side_by_side
+from .scores import Core
 from .values import Values, computed
 
 
@@ -29,19 +29,6 @@ class LatentsFound:
     update: Node
     sources: tuple[Value, ...]
     taken: tuple[tuple[Operation, ...], ...]
-
-
-class Core(Protocol):
-    """Keys (b, h, d, s) if ``transposed``, values, and whether queries see the first keys alone."""
-
-    @property
-    def k(self) -> Value: ...
-    @property
-    def v(self) -> Value: ...
-    @property
-    def transposed(self) -> bool: ...
-    @property
-    def causal(self) -> bool: ...
 
 
 def update_before(values: Values, k: Value, v: Value) -> Node | None:
