@@ -40,9 +40,8 @@ if TYPE_CHECKING:  # what is loaded when it is used: operations, modules, and wh
     from .linear import Linear
     from .merged_linear import MergedLinear
     from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-    from .quantization.quantizers import keep_quantized_weights
     from .quantization.recipe_state import init_recipe_state
-    from .quantization.region import autocast, fp8_autocast
+    from .quantization.region import autocast, fp8_autocast, keep_quantized_weights
     from .quantization.watch import QuantizationRecord, watch_quantization
     from .quantization.weights import fp8_model_init, quantized_model_init
     from .rope import RopeScaling
@@ -137,7 +136,7 @@ _LATER = {
     "fp8_model_init": "quantization.weights",
     "from_torch": "integrations.conversion",
     "init_recipe_state": "quantization.recipe_state",
-    "keep_quantized_weights": "quantization.quantizers",
+    "keep_quantized_weights": "quantization.region",
     "quantized_model_init": "quantization.weights",
     "record_events": "events",
     "replay": "engine.replay_options",

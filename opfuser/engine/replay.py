@@ -18,7 +18,7 @@ from ..events.kinds import BytesSaved, FallbackTaken
 from ..events.telling import emit, generation
 from ..fusion import Refusal
 from ..op_base.kinds import is_built_in
-from ..quantization.quantizers import kept_weights
+from ..quantization.region import kept_weights
 from ..quantization.watch import is_watched
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, parts_under_way

@@ -38,12 +38,8 @@ from ..kernels.groups import group_ends
 from ..kernels.quantize import Codes
 from ..op import BasicOperation, FusedOperation, FusibleOperation
 from ..quantization.products import accumulation
-from ..quantization.quantizers import (
-    GroupQuantizer,
-    OperandQuantizer,
-    QuantizedTensor,
-    kept_weights,
-)
+from ..quantization.quantizers import GroupQuantizer, OperandQuantizer, QuantizedTensor
+from ..quantization.region import kept_weights
 from ..recipe import Recipe
 
 

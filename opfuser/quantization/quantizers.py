@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ from ..recipe import (
 from ..recording import is_recording
 from ..torch_internals import storage_address
 from .operation_state import state_of
-from .region import amax_group, keeping, kept_in_region
+from .region import amax_group
 from .state import QuantizationState
 from .watch import is_watched, tell
 from .weights import weight_codes
@@ -292,16 +291,19 @@ class OperandQuantizer(NamedTuple):
         Args:
             w: the weight in the dtype that the operation computes in.
             source: the parameter that it comes from; None if it is computed anew at every call.
-            kept: :func:`kept_weights` in forward; autograd's threads do not see the block.
+            kept: ``region.kept_weights()`` in forward; autograd's threads do not see the block.
             rows, cols: which layouts are wanted.
             group: which of the operation's weights it is.
             scale: what it is to be multiplied by, where it is stored as codes.
             amax: its largest value, where it is known.
         """
-        return self._once(
-            lambda rows, cols: self._weight(w, scale, amax, rows=rows, cols=cols),
-            (source,), kept, group, rows=rows, cols=cols,
-        )  # fmt: skip
+
+        def codes(rows: bool, cols: bool) -> Codes:
+            if scale is not None:
+                return weight_codes(w, scale, self.recipe, rows=rows, cols=cols)
+            return self.quantize("weight", w, rows=rows, cols=cols, amax=amax)
+
+        return self._once(codes, (source,), kept, group, rows=rows, cols=cols)
 
     def _once(
         self,
@@ -338,13 +340,6 @@ class OperandQuantizer(NamedTuple):
                 remedy="Leave the block before the optimiser's step",
             )
         return found.codes
-
-    def _weight(
-        self, w: Tensor, scale: Tensor | None, amax: Tensor | None, *, rows: bool, cols: bool
-    ) -> Codes:
-        if scale is not None:
-            return weight_codes(w, scale, self.recipe, rows=rows, cols=cols)
-        return self.quantize("weight", w, rows=rows, cols=cols, amax=amax)
 
 
 class Quantizer(NamedTuple):
@@ -507,30 +502,7 @@ class _Kept(NamedTuple):
 KeptWeights = dict[object, _Kept]
 
 
-def kept_weights() -> KeptWeights | None:
-    """What is kept, if the caller is within :func:`keep_quantized_weights`."""
-    return kept_in_region()
-
-
-@contextmanager
-def keep_quantized_weights() -> Iterator[None]:
-    """A region in which every weight is quantized once, for all micro-batches.
-
-    Costs two bytes per weight until the block ends. What a checkpoint computes again in backward
-    has the codes of its forward.
-
-    Raises:
-        QuantizedWeightError: at a call, if a weight was written to since it was quantised, or its
-            ``.data`` was replaced. A write into ``weight.data`` itself, as ``weight.data.mul_(2)``,
-            leaves no trace: it is not noticed, and calls go on with the codes of before.
-    """
-    with keeping({}):
-        yield
-
-
 _warned: set[str] = set()
-
-
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 

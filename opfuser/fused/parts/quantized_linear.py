@@ -18,7 +18,8 @@ from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes, amax_of
 from ...kernels.scalar import cast
 from ...quantization.products import accumulation
-from ...quantization.quantizers import OperandQuantizer, QuantizedTensor, Quantizer, kept_weights
+from ...quantization.quantizers import OperandQuantizer, QuantizedTensor, Quantizer
+from ...quantization.region import kept_weights
 from ...quantization.weights import decode_weight
 from ...recipe import Recipe
 from .._linear import AnyBias, AnyLinear
