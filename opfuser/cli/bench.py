@@ -9,7 +9,7 @@ from ..errors import counted
 from ..report.bench import UNFUSED, Bench, Contestant, bench
 from ..report.inputs import as_text
 from ..report.machine import summary
-from ..report.sizes import in_bytes
+from ..report.sizes import in_bytes, table
 from ..report.target import Target
 from .arguments import ERROR, FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
@@ -85,10 +85,7 @@ def _text(target: Target, found: Bench) -> str:
         if c.seconds is not None:
             rows.append(_row(c, None if unfused is None else unfused.median))
     rows = [row[:4] + row[5:] for row in rows] if not any(row[4] for row in rows[1:]) else rows
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    for name, *cells in rows:
-        padded = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
-        lines.append(f"{name:<{widths[0]}}  {padded}".rstrip())
+    lines += table(rows, "<>>>>>")
     if not found.fused_steps:
         lines.append("Nothing is fused, so that there is nothing to compare.")
     lines += [f"{c.name} failed: {c.error}" for c in found.contestants if c.error]

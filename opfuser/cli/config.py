@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from ..engine.plan import Plan
 from ..errors import TargetError, counted
 from ..fusion_config import EffectiveSetting, FusionConfig, glob_names, in_order
 from ..fusion_config_text import as_file
@@ -105,8 +104,8 @@ def run_check(args: argparse.Namespace) -> int:
                 remedy="Name the model behind the file",
             )
         return FINE
-    found = plans(target)
-    counts = {glob: _reached(glob, found.values()) for glob in globs}
+    names = [name for plan in plans(target).values() for name in plan.names]
+    counts = {glob: sum(glob_names(glob, name) for name in names) for glob in globs}
     for glob, count in counts.items():
         print(f"  override {glob!r}: {counted(count, 'operation')} of {args.model}")
     return FINE if all(counts.values()) else FINDINGS
@@ -121,7 +120,3 @@ def _moved(config: FusionConfig) -> Iterable[str]:
             after = in_order(before, order)
             if after != before:
                 yield f"{stage} fusions run as {', '.join(n for n in after if n in order)}"
-
-
-def _reached(glob: str, found: Iterable[Plan]) -> int:
-    return sum(glob_names(glob, name) for plan in found for name in plan.names)

@@ -11,6 +11,7 @@ from ..fusion import Fusion, Requires
 from ..registry import FusionHandle, effective, plugins, registry
 from ..registry import fusions as registered_fusions
 from ..report.diff import check_fusion_name
+from ..report.sizes import table
 from .arguments import FINE, Subparsers, add_command, add_output, write
 
 
@@ -65,11 +66,7 @@ def run_list(args: argparse.Namespace) -> int:
         if info.name in overridden:
             state += ", with overrides"
         rows.append((info.name, info.stage, info.origin, state))
-    widths = [max(len(row[n]) for row in rows) for n in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]])
-        for row in rows
-    ]
+    lines = table(rows, "<<<<")
     lines += [
         f"plug-in {p.name} of {p.distribution} ({p.value}) failed to load: {p.error}"
         for p in plugins()

@@ -282,7 +282,10 @@ class QuantizationState(nn.Module):
         missing, problems = misfits(state_dict, prefix, own)
         fits = not missing and not problems
         if fits:
-            self._set_length(len(state_dict[prefix + "amax_history"]))
+            length = len(state_dict[prefix + "amax_history"])
+            if length != self.length:  # it is empty then
+                with torch.inference_mode(False):
+                    self.amax_history = self.amax_history.new_zeros(length, len(ROLES))
         else:  # what is unknown is reported as always, and nothing is found to be loaded
             state_dict = {k: v for k, v in state_dict.items() if k not in own}
         super()._load_from_state_dict(
@@ -295,12 +298,6 @@ class QuantizationState(nn.Module):
         error_msgs += problems
         if strict and (len(missing) < len(own) or any(map(self.knows, ROLES))):
             missing_keys += missing
-
-    def _set_length(self, length: int) -> None:
-        """Empties the history if it has another length."""
-        if length != len(self.amax_history):
-            with torch.inference_mode(False):
-                self.amax_history = self.amax_history.new_zeros(length, len(ROLES))
 
     def _read_what_was_written(self) -> None:
         """Knows the scales that others have written to the buffers.

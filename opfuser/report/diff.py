@@ -30,7 +30,7 @@ from ..explain.folding import joined_names, like
 from ..registry import disable, enable, fusions
 from .inputs import did_you_mean
 from .plan_json import document, explained
-from .sizes import in_bytes
+from .sizes import in_bytes, table
 from .target import Target
 
 _Document = Mapping[str, Any]
@@ -237,11 +237,7 @@ def text(found: _Document) -> str:
     if found["matches"]:
         rows += [("matches", "", "", ""), *map(_row, found["matches"])]
     rows += [("whole model", "", "", ""), *map(_row, found["figures"])]
-    widths = [max(len(row[c]) for row in rows) for c in range(4)]
-    lines = [
-        f"{name:<{widths[0]}}  {a:>{widths[1]}}  {b:>{widths[2]}}  {change:>{widths[3]}}".rstrip()
-        for name, a, b, change in rows
-    ]
+    lines = table(rows, "<>>>")
     for why in found["missing"]:
         lines += wrap(f"No launches and bytes: {why}", 80, subsequent_indent="  ")
     for change in found["changes"]:

@@ -41,7 +41,7 @@ from ..errors import TargetError
 from ..explain.folding import like
 from ..explain.plan_view import PlanView
 from .target import Target, plans
-from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
+from .traffic import ModelTraffic, StepTraffic, Traffic, model_traffic
 
 EXPLAIN, PLAN = "opfuser.explain/1", "opfuser.plan/1"
 
@@ -122,7 +122,9 @@ def document(found: Explained, *, programs: bool = False) -> dict[str, Any]:
             | ({"program": plan.program} if programs else {})
             for path, plan in found.plans.items()
         },
-        "traffic": None if traffic is None else _totals(traffic.totals),
+        "traffic": None
+        if traffic is None
+        else {**traffic.totals._asdict(), "elsewhere": traffic.elsewhere._asdict()},
         "traffic_missing": found.missing or None,
     }
 
@@ -189,10 +191,6 @@ def _name(value: torch.dtype) -> str:
 
 def _tensor(t: Tensor) -> dict[str, Any]:
     return {"shape": list(t.shape), "dtype": _name(t.dtype), "requires_grad": t.requires_grad}
-
-
-def _totals(totals: Totals) -> dict[str, Any]:
-    return {**totals._asdict(), "elsewhere": totals.elsewhere._asdict()}
 
 
 def _operations(plan: Plan) -> list[dict[str, Any]]:
