@@ -28,8 +28,8 @@ class Computed(NamedTuple):
 
     def covers(self, path: str) -> bool:
         """Whether the sequence computes what a module inside does, without calling it."""
-        return _is_below(path, self.path) and not any(
-            _is_below(path, f"{self.path}.{child}".lstrip(".")) for child, _ in self.called
+        return is_below(path, self.path) and not any(
+            is_below(path, f"{self.path}.{child}".lstrip(".")) for child, _ in self.called
         )
 
 
@@ -92,7 +92,8 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def _is_below(path: str, outer: str) -> bool:
+def is_below(path: str, outer: str) -> bool:
+    """Whether a module is another one, or inside of it."""
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 

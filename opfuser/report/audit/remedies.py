@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from ...applying import Report, report
 from ...applying.forwards import is_applied
+from ...applying.reports import is_below
 from ...merged_linear import MergedLinear
 from ...op import FusibleOperation
 from ..conversion import CONVERSIONS
@@ -67,26 +68,22 @@ class Tried(NamedTuple):
         # One alone has nothing to fuse with.
         if len(gone) < len(operations) - 1 or _holds(self.missed, name, paths):
             return False
-        if any(under(path, child) for path in paths for child in self._called()):
+        computed = () if self.report is None else self.report.computed
+        if any(is_below(p, done.path) and not done.covers(p) for done in computed for p in paths):
             return False
         kinds = {type(op) for module in part.modules for op in parts_of(module)}
         inside = paths_of(node for nodes in gone for node in nodes)
         return any(
             (step.name == name and _meet(paths, (step.path,)))
-            or (step.kinds >= kinds and all(under(path, step.path) for path in inside))
+            or (step.kinds >= kinds and all(is_below(path, step.path) for path in inside))
             for step in self.fused
         )  # fmt: skip
-
-    def _called(self) -> Iterator[str]:
-        """The modules that the sequences of others call as they are."""
-        for done in () if self.report is None else self.report.computed:
-            yield from (f"{done.path}.{child}".lstrip(".") for child, _ in done.called)
 
     def why_not(self, nodes: Sequence[fx.Node]) -> str:
         """Why the innermost module that calls all these functions is kept; empty if it is not."""
         paths = paths_of(nodes)
         kept = () if self.report is None else self.report.kept
-        around = [k for k in kept if all(under(path, k.path) for path in paths)]
+        around = [k for k in kept if all(is_below(path, k.path) for path in paths)]
         if not around:
             return ""
         inner = max(around, key=lambda k: len(k.path))
@@ -169,13 +166,8 @@ def paths_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(place.path for place in places_of(nodes)))
 
 
-def under(path: str, outer: str) -> bool:
-    """Whether a module is another one, or inside of it."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
-
-
 def _meet(some: Iterable[str], others: Iterable[str]) -> bool:
-    return any(under(a, b) or under(b, a) for a in some for b in others)
+    return any(is_below(a, b) or is_below(b, a) for a in some for b in others)
 
 
 def _holds(

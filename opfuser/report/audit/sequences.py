@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...applying.reports import is_below
 from ...basic import Identity
 from ...change_tracking import has_hooks, replaces_forward
 from ...engine.plan import FusionRecord, Plan, Step
@@ -132,7 +133,9 @@ def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
         if step.fusion is None or said in have or said in seen or len(set(paths)) < 2:
             continue
         seen.add(said)
-        near = [o for o in obstacles if any(_holds(o.path, path) for path in paths)]
+        near = [
+            o for o in obstacles if any(is_below(p, o.path) or is_below(o.path, p) for p in paths)
+        ]
         if step.fusion in off:
             why = Refusal("DISABLED", f"switched off by {off[step.fusion]}")
             near.append(_Obstacle("", why, f"opfuser.enable({step.fusion!r}) switches it on"))
@@ -144,23 +147,15 @@ def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
             )
             yield found._replace(
                 remedies=tuple(
-                    o.remedy.format(expression(_below(call.path, o.path))) for o in near
+                    o.remedy.format(expression(f"{call.path}.{o.path}".strip("."))) for o in near
                 ),
                 keeps_results=not {"FORWARD", "SUBCLASS"} & set(codes),
             )
 
 
-def _below(outer: str, path: str) -> str:
-    return f"{outer}.{path}" if outer and path else outer or path
-
-
 def _said(plan: Plan, step: Step) -> tuple[Any, ...]:
     kinds = tuple(type(plan.basic_ops[i]) for i in step.indices)
     return step.fusion, tuple(plan.names[i] for i in step.indices), kinds
-
-
-def _holds(outer: str, path: str) -> bool:
-    return path == outer or path.startswith(f"{outer}.") or outer.startswith(f"{path}.")
 
 
 def _without_obstacles(sequence: Sequential) -> tuple[Sequential, list[_Obstacle]]:
