@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,43 +11,13 @@ from torch import Tensor, nn
 import opfuser
 from opfuser import ConstantScale, Identity
 from opfuser.errors import ArgumentError
-from opfuser.fusion import Fusion, Refusal, Requires
+from opfuser.fusion import Fusion
 from opfuser.testing import assert_fused, assert_not_fused
-from tests.planning.toys import Fused, FusedBackward, FusedForward
+from tests.checks.scales import PATTERN, scales
+from tests.planning.toys import Fused
 
 X = torch.ones(2)
-
-
-class Scales(FusedForward):
-    """Computes, so that models can be called."""
-
-    def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
-        return input_ * 4, [() for _ in ctxs]
-
-
-PATTERN = (ConstantScale, ConstantScale)
-NO = Refusal("DTYPE", "only bf16")
-FUSIONS = [
-    Fusion("scales", "forward", PATTERN, Scales),
-    Fusion("picky", "forward", (Identity, Identity), Fused, lambda a, b, env: NO),
-    Fusion("cuda", "forward", PATTERN, Fused, requires=Requires(device="cuda")),
-    Fusion("missing", "forward", PATTERN, Fused, requires=Requires(package="no_such")),
-]
-
-
-@pytest.fixture(autouse=True)
-def _fusions() -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(opfuser.disable(*(info.name for info in opfuser.fusions())))
-        back = Fusion("back", "backward", PATTERN, FusedBackward)
-        stack.enter_context(opfuser.register_backward_fusion(back))
-        for fusion in FUSIONS:
-            stack.enter_context(opfuser.register_forward_fusion(fusion))
-        yield
-
-
-def scales(count: int = 2) -> opfuser.Sequential:
-    return opfuser.Sequential(*(ConstantScale(2.0) for _ in range(count)))
+pytestmark = pytest.mark.usefixtures("_fusions")
 
 
 def test_plans_sequentials_and_models() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import opfuser
 from opfuser import (
@@ -25,43 +23,11 @@ from opfuser import (
     require_fusions,
 )
 from opfuser.errors import ArgumentError, MissingFusionError, UnknownFusionError
-from opfuser.fusion import Fusion, Refusal, Requires
-from tests.planning.toys import Fused, FusedBackward, FusedForward
+from opfuser.fusion import Fusion
+from tests.checks.scales import PATTERN, Scales, scales
+from tests.planning.toys import Fused
 
 X = torch.ones(2)
-
-
-class Scales(FusedForward):
-    """Computes, so that models can be called."""
-
-    def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
-        return input_ * 4, [() for _ in ctxs]
-
-
-PATTERN = (ConstantScale, ConstantScale)
-FUSIONS = [
-    Fusion("scales", "forward", PATTERN, Scales),
-    Fusion(
-        "picky", "forward", (Identity, Identity), Fused, lambda a, b, env: Refusal("SHAPE", "odd")
-    ),
-    Fusion("cuda", "forward", PATTERN, Fused, requires=Requires(device="cuda")),
-    Fusion("missing", "forward", PATTERN, Fused, requires=Requires(package="no_such")),
-]
-
-
-@pytest.fixture
-def _fusions() -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(opfuser.disable(*(info.name for info in opfuser.fusions())))
-        back = Fusion("back", "backward", PATTERN, FusedBackward)
-        stack.enter_context(opfuser.register_backward_fusion(back))
-        for fusion in FUSIONS:
-            stack.enter_context(opfuser.register_forward_fusion(fusion))
-        yield
-
-
-def scales(count: int = 2) -> Sequential:
-    return Sequential(*(ConstantScale(2.0) for _ in range(count)))
 
 
 class Double(ConstantScale):
@@ -226,7 +192,7 @@ def test_an_answer_is_true_or_says_why() -> None:
     ("ops", "name", "answer"),
     [
         (scales(), "scales", (True, "", "")),
-        ([Identity(), Identity()], "picky", (False, "SHAPE", "odd")),
+        ([Identity(), Identity()], "picky", (False, "DTYPE", "only bf16")),
         (scales(), "cuda", (False, "DEVICE", "needs cuda, have cpu")),
         (scales(), "missing", (False, "MISSING_PACKAGE", "needs the package no_such")),
         (scales(), "back", (False, "NO_GRAD", "no gradient is needed")),
@@ -236,7 +202,7 @@ def test_an_answer_is_true_or_says_why() -> None:
             (False, "DISABLED", "it is switched off (opfuser.disable)"),
         ),
         (Identity(), "scales", (False, "LAYOUT", "no operation begins its pattern")),
-        ([Identity(), nn.ReLU(), Identity(), Identity()], "picky", (False, "SHAPE", "odd")),
+        ([Identity(), nn.ReLU(), Identity(), Identity()], "picky", (False, "DTYPE", "only bf16")),
         (
             [ConstantScale(2.0), nn.ReLU(), ConstantScale(2.0)],
             "scales",
