@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.recorded_functions import tensors_in
+from ..engine.recorded.functions import tensors_in
 from ..errors import TargetError
 from ..registry import disable, fusions
 from .conversion import no_sequences

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attention.call import Call, Grads, Heads, Kernel, Result, request_of
 from ..attention.choice import KERNELS, expanded
-from ..engine.recorded_functions import tensors_in
+from ..engine.recorded.functions import tensors_in
 from ..kernels.launch import Recorded, recorded
 from ..torch_internals import memory_of, schema_of, storage_address
 

@@ -9,7 +9,7 @@ import pytest
 
 import opfuser
 from opfuser import Identity
-from opfuser.fusion import Fusion, Refusal, Requires
+from opfuser.core.fusion import Fusion, Refusal, Requires
 from tests.checks.scales import PATTERN, Scales
 from tests.planning.toys import Fused, FusedBackward
 

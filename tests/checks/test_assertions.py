@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import ConstantScale, Identity
+from opfuser.core.fusion import Fusion
 from opfuser.errors import ArgumentError
-from opfuser.fusion import Fusion
 from opfuser.testing import assert_fused, assert_not_fused
 from tests.checks.scales import PATTERN, scales
 from tests.planning.toys import Fused

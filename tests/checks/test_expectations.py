@@ -22,8 +22,8 @@ from opfuser import (
     can_fuse,
     require_fusions,
 )
+from opfuser.core.fusion import Fusion
 from opfuser.errors import ArgumentError, MissingFusionError, UnknownFusionError
-from opfuser.fusion import Fusion
 from tests.checks.scales import PATTERN, Scales, scales
 from tests.planning.toys import Fused
 

@@ -115,7 +115,7 @@ class Event:
 
 
 class RecordedGraph:
-    """Stands for a CUDA graph; see :class:`opfuser.engine.graphs.CudaGraph`."""
+    """Stands for a CUDA graph; see :class:`opfuser.engine.replayed.graphs.CudaGraph`."""
 
     limit = 2**30
     times = Times()
