@@ -21,7 +21,7 @@ from .registry import (
 )
 from .registry.handles import registry as _registry
 from .runtime import operators as _operators  # noqa: F401 - of programs that are loaded
-from .runtime.later import names
+from .runtime.later import by_name, names
 
 if TYPE_CHECKING:  # what is loaded when it is used: operations, modules, and what _LATER names
     from . import events, gemm_providers, optim, recipe
@@ -110,41 +110,30 @@ __all__ = [
 __all__ += basic.__all__
 
 # The module of each name besides the operations.
-_LATER = {
-    "Answer": "explain.expectations",
-    "BasicOperation": "op",
-    "FusedOperation": "op",
-    "FusibleOperation": "op",
-    "FusionRecord": "engine.plan",
-    "KVCache": "attention.cache",
-    "Linear": "compound.linear",
-    "LoRAAdapter": "basic.lora_linear",
-    "MergedLinear": "compound.merged_linear",
-    "OperationContext": "op",
-    "OperationFuser": "fuser",
-    "Plan": "engine.plan",
-    "PrivateChannel": "engine.routing",
-    "QuantizationRecord": "quantization.watch",
-    "Residual": "sequence.sequential",
-    "RopeScaling": "attention.rope",
-    "Sequential": "sequence.sequential",
-    "Step": "engine.plan",
-    "apply": "applying",
-    "autocast": "quantization.region",
-    "can_fuse": "explain.expectations",
-    "fp8_autocast": "quantization.region",
-    "fp8_model_init": "quantization.weights",
-    "from_torch": "integrations.conversion",
-    "init_recipe_state": "quantization.recipe_state",
-    "keep_quantized_weights": "quantization.region",
-    "quantized_model_init": "quantization.weights",
-    "record_events": "events",
-    "replay": "engine.replayed.options",
-    "require_fusions": "explain.expectations",
-    "revert": "applying",
-    "to_torch": "integrations.torch_nn",
-    "watch_quantization": "quantization.watch",
-}
+_LATER = by_name(
+    {
+        "applying": "apply revert",
+        "attention.cache": "KVCache",
+        "attention.rope": "RopeScaling",
+        "basic.lora_linear": "LoRAAdapter",
+        "compound.linear": "Linear",
+        "compound.merged_linear": "MergedLinear",
+        "engine.plan": "FusionRecord Plan Step",
+        "engine.replayed.options": "replay",
+        "engine.routing": "PrivateChannel",
+        "events": "record_events",
+        "explain.expectations": "Answer can_fuse require_fusions",
+        "fuser": "OperationFuser",
+        "integrations.conversion": "from_torch",
+        "integrations.torch_nn": "to_torch",
+        "op": "BasicOperation FusedOperation FusibleOperation OperationContext",
+        "quantization.recipe_state": "init_recipe_state",
+        "quantization.region": "autocast fp8_autocast keep_quantized_weights",
+        "quantization.watch": "QuantizationRecord watch_quantization",
+        "quantization.weights": "fp8_model_init quantized_model_init",
+        "sequence.sequential": "Residual Sequential",
+    }
+)
 
 _OPERATIONS = {name: f"basic.{module}" for name, module in basic._LATER.items()}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..core.fusion import ANYWHERE, Env, Fusion, Match, Refusal, Requires, Scan, Stage
 from ..core.op_base import FusibleOperation
-from ..runtime.later import load, names
+from ..runtime.later import by_name, load, names
 
 if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LATER
     from .activation_linear import ActivationLinear
@@ -58,29 +58,29 @@ __all__ = [
 ]
 
 # The module of each fused operation.
-_LATER = {
-    "ActivationLinear": "activation_linear",
-    "BackwardActivationBias": "backward_activation_bias",
-    "BackwardAddLayerNorm": "backward_add_norm",
-    "BackwardAddRMSNorm": "backward_add_norm",
-    "BackwardLinearAdd": "backward_linear_add",
-    "BackwardLinearScale": "backward_linear_scale",
-    "BackwardQKNormRotary": "backward_qk_norm_rotary",
-    "ForwardAddLayerNorm": "forward_add_norm",
-    "ForwardAddRMSNorm": "forward_add_norm",
-    "ForwardLinearBiasActivation": "forward_linear_bias_activation",
-    "ForwardLinearBiasAdd": "forward_linear_bias_add",
-    "ForwardLinearScaleAdd": "forward_linear_scale_add",
-    "ForwardQKNormRotary": "forward_qk_norm_rotary",
-    "GroupedMLP": "grouped_mlp",
-    "LinearCrossEntropy": "linear_cross_entropy",
-    "NormLinear": "norm_linear",
-    "PointwiseChain": "pointwise_chain",
-    "PointwiseNorm": "pointwise_norm",
-    "QuantizedGroupedLinear": "quantized_grouped_linear",
-    "QuantizedLinear": "quantized_linear",
-    "RecomputeMLP": "recompute_mlp",
-}
+_LATER = by_name(
+    {
+        "activation_linear": "ActivationLinear",
+        "backward_activation_bias": "BackwardActivationBias",
+        "backward_add_norm": "BackwardAddLayerNorm BackwardAddRMSNorm",
+        "backward_linear_add": "BackwardLinearAdd",
+        "backward_linear_scale": "BackwardLinearScale",
+        "backward_qk_norm_rotary": "BackwardQKNormRotary",
+        "forward_add_norm": "ForwardAddLayerNorm ForwardAddRMSNorm",
+        "forward_linear_bias_activation": "ForwardLinearBiasActivation",
+        "forward_linear_bias_add": "ForwardLinearBiasAdd",
+        "forward_linear_scale_add": "ForwardLinearScaleAdd",
+        "forward_qk_norm_rotary": "ForwardQKNormRotary",
+        "grouped_mlp": "GroupedMLP",
+        "linear_cross_entropy": "LinearCrossEntropy",
+        "norm_linear": "NormLinear",
+        "pointwise_chain": "PointwiseChain",
+        "pointwise_norm": "PointwiseNorm",
+        "quantized_grouped_linear": "QuantizedGroupedLinear",
+        "quantized_linear": "QuantizedLinear",
+        "recompute_mlp": "RecomputeMLP",
+    }
+)
 
 __getattr__, __dir__ = names(globals(), _LATER)
 

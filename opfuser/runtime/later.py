@@ -29,6 +29,11 @@ def load(place: str) -> Any:
     return getattr(found, name) if name else found
 
 
+def by_name(modules: Mapping[str, str]) -> dict[str, str]:
+    """The module of each name, given the names in each module, separated by spaces."""
+    return {name: module for module, own in modules.items() for name in own.split()}
+
+
 def names(
     namespace: dict[str, Any], places: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
