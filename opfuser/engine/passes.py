@@ -181,18 +181,6 @@ def traced_forward(
     return x, outputs
 
 
-def traced_backward(
-    program: Program,
-    dx: Tensor | None,
-    grad_outputs: Sequence[Tensor | None],
-    contexts: Sequence[OperationContext],
-    saved: list[Tensor | None],
-) -> list[Tensor | None]:
-    """As :func:`execute_backward`, for torch.compile to trace."""
-    grads: list[Tensor | None] = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
-    return grads
-
-
 def _each(kwargs: Kwargs, program: Program) -> Sequence[dict[str, Any]]:
     """Keywords for each operation."""
     return kwargs or [{} for _ in program.plan.basic_ops]
@@ -228,7 +216,8 @@ def backward_of_eager(
     tensors = func_ctx.saved_tensors
     program, contexts, marked, hooked, *_ = func_ctx.forwarded
     saved = _saved_by_forward(tensors, marked, hooked)
-    return traced_backward(program, dx, grad_outputs, contexts, saved)
+    grads: list[Tensor | None] = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
+    return grads
 
 
 def _saved_by_forward(

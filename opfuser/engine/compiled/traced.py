@@ -22,7 +22,7 @@ from ...torch_internals import (
     is_view,
 )
 from ..autograd import batched_like, execute_eagerly, returned
-from ..passes import Kwargs, Tape, traced_backward, traced_forward
+from ..passes import Kwargs, Tape, traced_forward
 from ..program import Program
 from ..steps import zeros
 
@@ -145,4 +145,5 @@ def _backward(
     if grad_output is None:
         grad_output = zeros(func_ctx.output_like)
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
-    return None, None, *traced_backward(program, grad_output, grad_outputs, contexts, saved)
+    backward = program.traced("backward")
+    return None, None, *backward(grad_output, grad_outputs, contexts, saved, None)
