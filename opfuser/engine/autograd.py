@@ -26,9 +26,8 @@ from .passes import (
     backward_of_eager,
     execute_backward,
     execute_forward,
-    located,
     run_recorded_backward,
-    tells_step,
+    tell_step,
 )
 from .program import Program
 from .recorded.functions import tensors_in
@@ -62,8 +61,7 @@ def execute_eagerly(
             try:
                 output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept, *caches)
             except Exception as error:
-                if tells_step(error, program, "forward"):
-                    raise located(error, program, "forward") from error
+                tell_step(error, program, "forward")
                 raise
             return (output, *outputs) if outputs else output
     for op, needed in program.prepared_ops:
@@ -187,8 +185,7 @@ class _RecordedFunction(torch.autograd.Function):
         try:
             output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept, *caches)
         except Exception as error:
-            if tells_step(error, program, "forward"):
-                raise located(error, program, "forward") from error
+            tell_step(error, program, "forward")
             raise
         if program.kept_parameters:
             saved += program.kept(parameters)

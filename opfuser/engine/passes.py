@@ -88,8 +88,7 @@ def execute_forward(
     try:
         x, outputs = function(x, extra_inputs, _each(kwargs, program), tape, verification)
     except Exception as error:
-        if tells_step(error, program, "forward"):
-            raise located(error, program, "forward") from error
+        tell_step(error, program, "forward")
         raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -129,25 +128,20 @@ def _record_forward(
     return results
 
 
-def tells_step(error: Exception, program: Program, stage: Stage) -> bool:
-    """Whether the text of an error is to say of which step it came, as :func:`located` returns it.
-
-    Where it is not, the error has a note that does.
-    """
-    if isinstance(error, ContextError):
-        return True
-    if stage == "forward" and isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
-        return True
-    _note(error, program.step_of(error), program, stage)
-    return False
+def tell_step(error: Exception, program: Program, stage: Stage) -> None:
+    """Adds a note of which step an error came, or raises one like it whose text says so."""
+    step = program.step_of(error)
+    of_input = stage == "forward" and isinstance(error, InputError)
+    if isinstance(error, ContextError) or (of_input and len(program.plan.basic_ops) > 1):
+        raise _located(error, step, program, stage) from error
+    _note(error, step, program, stage)
 
 
-def located(error: Exception, program: Program, stage: Stage) -> Exception:
+def _located(error: Exception, step: Step | None, program: Program, stage: Stage) -> Exception:
     """An error like another one, whose text says of which step that came.
 
     No frame through which it is raised may have a name for it: the two would be a cycle.
     """
-    step = program.step_of(error)
     name = "" if step is None else step_name(step)
     if isinstance(error, ContextError):
         other: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
@@ -309,8 +303,7 @@ def _run_backward(
     try:
         grads: list[Tensor | None] = function(dx, grad_outputs, contexts, saved, verification)
     except Exception as error:
-        if tells_step(error, program, "backward"):
-            raise located(error, program, "backward") from error
+        tell_step(error, program, "backward")
         raise
     if verification is not None:
         verification.at_the_end(grads[1:])
