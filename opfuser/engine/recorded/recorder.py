@@ -37,10 +37,7 @@ from .text import Straight, text_of
 
 # Whose questions about addresses change nothing but what is written to, which is looked at apart,
 # or are asked again before each call.
-_MAY_ASK = (
-    ("opfuser.core.buffer_reuse", "_counts"),
-    ("opfuser.quantization.state", "_current_parts"),
-)
+_MAY_ASK = ("opfuser.core.buffer_reuse", "_counts"), ("opfuser.quantization.state", "_current_parts")
 
 
 class _Known(NamedTuple):
