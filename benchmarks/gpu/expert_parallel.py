@@ -110,6 +110,7 @@ def measured(size: Size, options: Options, ranks: Ranks) -> Iterator[list[Row]]:
     if made is None:
         yield [{"pass": "", "contestant": "", "failure": error}]
         return
+    made.fullest = max(ranks.gathered(made.fullest))
     begun, failures = begin_all(made, size, options, ranks)
     inputs = made.inputs
     del made  # with float64's results

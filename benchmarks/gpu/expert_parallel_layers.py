@@ -179,7 +179,8 @@ class Layer:
     Attributes:
         alone: output and gradients of this rank's tokens, in float64.
         together: the same, with the gradients of this rank's experts from the tokens of all ranks.
-        fullest: rows of the expert with the most of a rank, in multiples of the mean.
+        fullest: rows of the expert with the most, in multiples of the mean, of this rank; ranks
+            have to agree on it.
     """
 
     def __init__(self, size: Size, options: Options, ranks: Ranks) -> None:
@@ -192,7 +193,7 @@ class Layer:
         self.together = [*self.alone[:OF_EXPERTS], *map(self._own_part, self.alone[OF_EXPERTS:])]
         chosen = F.linear(self.inputs.args[0], self.source.router.detach()).topk(top_k).indices
         rows = chosen.flatten().bincount(minlength=size["count"])
-        self.fullest = max(ranks.gathered((rows.max() / rows.float().mean()).item()))
+        self.fullest = (rows.max() / rows.float().mean()).item()
 
     def _own_part(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()

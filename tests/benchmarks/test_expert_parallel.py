@@ -57,6 +57,7 @@ def what_is_wrong_is_found(rank: int, ranks: int) -> None:
     """Gradients that are not those of all tokens, or an output of other experts; on one rank."""
     options, together = Options(torch.device("cpu")), Ranks("cpu")
     made = Layer(TINY_SIZE, options, together)
+    made.fullest = max(together.gathered(made.fullest))
     mesh = init_device_mesh("cpu", (ranks,))
     found = entries(made.source, TINY_SIZE, options, mesh)
     for name in (REFERENCE, OURS, f"{OURS}, capacity 1.25", f"{OURS}, one GPU"):
