@@ -62,15 +62,19 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     outs = tensors_in([kwargs.get(key) for key in _OUT])
     if outs:
         return outs
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if isinstance(func, internals.OpOverload):
         arguments = internals.schema_of(func).arguments
         written = [a for a in arguments if a.alias_info and a.alias_info.is_write]
         given = dict(zip([a.name for a in arguments], args)) | kwargs
         return tensors_in([given.get(a.name) for a in written])
-    if name.startswith("__i") and name.endswith("__"):
-        in_place = name not in ("__invert__", "__index__")
-    return tensors_in(args[:1]) if in_place or kwargs.get("inplace") else []
+    return tensors_in(args[:1]) if is_in_place(name) or kwargs.get("inplace") else []
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    if not name.endswith("__"):
+        return name.endswith("_")
+    return name.startswith(("__i", "__setitem")) and name not in ("__invert__", "__index__")
 
 
 def is_reshaped(x: Tensor, result: Tensor) -> bool:

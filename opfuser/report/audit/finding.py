@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...core.op_base.kinds import must_be_called
+from ...engine.recorded.functions import is_in_place
 from ...op import BasicOperation, FusedOperation, FusibleOperation
 from ...reading.dataflow import Dataflow, Node, Origin, Value, map_leaves
 from ...reading.kept import KeptError
@@ -18,7 +19,7 @@ from ...reading.replay import undisturbed
 from ...reading.torch_functions import name_of as name_in_torch
 from ...reading.values import Values
 from .formulas import Formula, formulas_of
-from .tracing import CASTS, VIEWS, Trace, facts_of, is_in_place, item, name_of
+from .tracing import CASTS, VIEWS, Trace, facts_of, item, name_of
 
 _ORIGINS: dict[str, Origin] = {"placeholder": "input", "get_attr": "parameter"}
 
@@ -104,7 +105,7 @@ class _Finder:
             function = operator.attrgetter(op)
         elif op == "call_function":
             # What writes to its first argument has its result from here on.
-            op = name_of(node) if is_in_place(function) else name_in_torch(function)  # type: ignore[arg-type]
+            op = name_of(node) if is_in_place(function.__name__) else name_in_torch(function)  # type: ignore[arg-type]
         args, kwargs = map_leaves(self._value_of, (args, node.kwargs))
         return Node(op, function, args, kwargs, "")  # type: ignore[arg-type]
 

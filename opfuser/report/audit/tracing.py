@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...applying import is_computed
 from ...applying.deferred import Deferred
-from ...engine.recorded.functions import tensors_in
+from ...engine.recorded.functions import is_in_place, tensors_in
 from ...op import FusibleOperation
 from ...sequence.plain_modules import replacement
 from ...sequence.sequential import Sequential
@@ -181,7 +181,7 @@ class _Recorder(TorchFunctionMode):
         # Such as x.to() of the dtype that x has: nothing is called. Under no_grad,
         # requires_grad_() and the like change nothing either.
         unchanged = made and all(any(t is g for g in given) for t in made)
-        if unchanged and op == "call_function" and not is_in_place(target):
+        if unchanged and op == "call_function" and not is_in_place(target.__name__):
             return None
         if getattr(target, "__name__", "") == "__get__":  # of a property
             target, args = getattr, (*args[:1], target.__self__.__name__)
@@ -241,14 +241,6 @@ class _Recorder(TorchFunctionMode):
 def item(values: Any, n: int) -> Any:
     """One of several tensors that a node returns."""
     return values[n]
-
-
-def is_in_place(target: Any) -> bool:
-    """Whether a function writes to its first argument."""
-    name = target.__name__
-    if name.startswith("__"):
-        return name in ("__setitem__",) or name.startswith("__i")
-    return bool(name.endswith("_"))
 
 
 def _is_opaque(module: nn.Module, inside: bool) -> bool:
