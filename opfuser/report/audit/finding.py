@@ -105,7 +105,8 @@ class _Finder:
             function = operator.attrgetter(op)
         elif op == "call_function":
             # What writes to its first argument has its result from here on.
-            op = name_of(node) if is_in_place(function.__name__) else name_in_torch(function)  # type: ignore[arg-type]
+            called: Any = function
+            op = name_of(node) if is_in_place(called.__name__) else name_in_torch(called)
         args, kwargs = map_leaves(self._value_of, (args, node.kwargs))
         return Node(op, function, args, kwargs, "")  # type: ignore[arg-type]
 
