@@ -134,8 +134,9 @@ def mxfp8_plain(
     laid = _laid_out(x, groups)
     made = Codes(None, None, None, None, column_sum_plain(x) if column_sum else None)
     if rows:
-        codes, scales = _by_rows(laid, groups, *_mxfp8(laid.values, dtype))
-        made = made._replace(rows=codes, row_scale=swizzled(scales, 127).view(E8M0))
+        codes, scales = _mxfp8(laid.values, dtype)
+        codes, scales = _by_rows(laid, groups, codes.view(torch.uint8), scales)
+        made = made._replace(rows=codes.view(dtype), row_scale=swizzled(scales, 127).view(E8M0))
     if cols:
         codes, scales = _mxfp8(laid.values.t().contiguous(), dtype)
         codes.view(torch.uint8).masked_fill_(~laid.own, 0)
