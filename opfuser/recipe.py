@@ -388,9 +388,10 @@ class MXFP8BlockScaling(Recipe):
     (MX) Specification v1.0", describes. Blocks run along what a GEMM sums over, so that a tensor
     and its transpose are rounded apart.
 
-    GPUs of compute capability 10.0 and later multiply this format; elsewhere it is emulated. It has
-    never run on a GPU of that kind: codes, scales and the arguments of the products are tested
-    against plain torch, and the kernel is compiled for sm_100.
+    GPUs of compute capability 10.0 and later multiply this format; elsewhere, and for groups of
+    rows, values are multiplied in bf16 or fp32. It has never run on a GPU of that kind: codes,
+    scales and the arguments of the products are tested against plain torch, and the kernel is
+    compiled for sm_100.
 
     Attributes:
         margin: 0; others are not supported.
@@ -437,9 +438,10 @@ class NVFP4BlockScaling(Recipe):
     from ``4 amax``, which nothing transformed exceeds, and not, as in Transformer Engine, from an
     amax of its own: scales of blocks have the range for that.
 
-    GPUs of compute capability 10.0 and later multiply this format; elsewhere it is emulated. It has
-    never run on a GPU of that kind: codes, scales and the arguments of the products are tested
-    against plain torch, and the kernel is compiled for sm_100.
+    GPUs of compute capability 10.0 and later multiply this format; elsewhere, and for groups of
+    rows, values are multiplied in bf16 or fp32. It has never run on a GPU of that kind: codes,
+    scales and the arguments of the products are tested against plain torch, and the kernel is
+    compiled for sm_100.
 
     Attributes:
         disable_rht: no Hadamard transform.

@@ -59,19 +59,17 @@ class ScaledGroupedProduct(NamedTuple):
     """The same from codes, which are ours alone.
 
     Attributes:
-        compute: the gradients in a dtype, (G, N, K) or G of them.
+        compute: the gradients in a dtype, (G, N, K).
         dtype: of the gradients for autograd.
     """
 
-    compute: Callable[[torch.dtype], Tensor | Sequence[Tensor]]
+    compute: Callable[[torch.dtype], Tensor]
     dtype: torch.dtype
 
     def values(self, *, stacked: bool) -> Tensor | Sequence[Tensor]:
         """The gradients, as one tensor if ``stacked``."""
         grads = self.compute(self.dtype)
-        if isinstance(grads, Tensor):
-            return grads if stacked else grads.unbind(0)
-        return torch.stack(list(grads)) if stacked else grads
+        return grads if stacked else grads.unbind(0)
 
     def write(self, outs: Sequence[tuple[Tensor, bool] | None]) -> None:
         """As :func:`opfuser.gemm.grouped_wgrad_into`, rounded once."""

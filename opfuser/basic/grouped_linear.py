@@ -73,8 +73,7 @@ class GroupedLinear(BasicOperation):
     stored as one spare that kernel a copy.
 
     In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take operands in the
-    format of the recipe. In FP8 split sizes on a GPU stay there, too; those of MXFP8 and NVFP4 are
-    read by the host. ``recipe`` is as in ``BasicLinear``.
+    format of the recipe. Split sizes on a GPU stay there, too. ``recipe`` is as in ``BasicLinear``.
 
     Args:
         num_groups: number of transformations.

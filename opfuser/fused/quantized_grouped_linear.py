@@ -24,15 +24,11 @@ from ..core.context import (
 )
 from ..core.fusion import Env, Fusion, Refusal, Requires
 from ..gemm import RowGroups
-from ..gemm.scaled import Accumulation, scaled_wgrad
+from ..gemm.scaled import Accumulation
 from ..gemm.scaled_groups import (
-    codes_of_groups,
     grouped_scaled_dgrad,
     grouped_scaled_forward,
     grouped_scaled_wgrad,
-    padded_groups,
-    scaled_dgrads,
-    scaled_forwards,
 )
 from ..kernels.groups import group_ends
 from ..kernels.quantize import Codes
@@ -55,9 +51,8 @@ class QuantizedGroupedLinear(FusedOperation):
     by columns, one byte each or half of one in NVFP4, and their scales, with up to 127 rows of
     padding for a group, and 128 for one without rows.
 
-    In FP8, split sizes on a GPU stay there: nothing waits for them, and no launch is that of a
-    group. As in :class:`GroupedLinear` they are not checked, and rows past their sum are left
-    undefined. Those of MXFP8 and NVFP4 are read by the host, and multiplied group by group.
+    Split sizes on a GPU stay there: nothing waits for them, and no launch is that of a group. As in
+    :class:`GroupedLinear` they are not checked, and rows past their sum are left undefined.
 
     The gradient of y is freed once it is rounded, where no bias reads it.
 
@@ -65,7 +60,8 @@ class QuantizedGroupedLinear(FusedOperation):
     9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
     with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation
     of both layouts in one pass, which puts the padding between groups. Weights stored as one spare
-    them a copy.
+    them a copy. Codes of MXFP8 and NVFP4 are decoded to bf16, which is exact, and multiplied by
+    opfuser's grouped GEMM of bf16 on every GPU.
 
     Args:
         linear: the operation.
@@ -73,7 +69,6 @@ class QuantizedGroupedLinear(FusedOperation):
 
     Raises:
         InputError: in forward, as in the operation that it replaces.
-        NotSupportedError: in forward, in MXFP8 and NVFP4, if split sizes are on the meta device.
     """
 
     frees_output_grad = True
@@ -81,8 +76,6 @@ class QuantizedGroupedLinear(FusedOperation):
     @property
     def replayable(self) -> bool:  # type: ignore[override]
         recipe = self.recipe
-        if _is_small(recipe):
-            return False
         if "bf16" in (recipe.fprop, recipe.dgrad, recipe.wgrad):
             return self.linear.replayable
         return self.linear.only_launches
@@ -99,7 +92,7 @@ class QuantizedGroupedLinear(FusedOperation):
         self, env: Env, needs: Sequence[GradNeeds | None], gathers: FusibleOperation
     ) -> GroupQuantizer | None:
         recipe, linear, need = self.recipe, self.linear, needs[0]
-        if type(gathers) is not Permute or _is_small(recipe) or recipe.fprop != "fp8":
+        if type(gathers) is not Permute or recipe.fprop != "fp8":
             return None
         # Only those sizes say how the rows are gathered.
         sizes, own = gathers._extra_output_channels[1], linear._extra_input_channels[0]
@@ -115,22 +108,22 @@ class QuantizedGroupedLinear(FusedOperation):
     ) -> ForwardResult:
         (ctx,) = basic_op_ctxs
         ctx.kept_weights = kept_weights()
-        products = _products(self.linear, self.recipe, ctx)
+        products = _QuantizedProducts(self.linear, self.recipe, ctx)
         return self.linear.forward_by(products, ctx, input_, given)
 
     def fuser_backward(
         self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
-        products = _products(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
+        products = _QuantizedProducts(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
         grad_output = products.encoded(grad_output)  # values are freed before the GEMMs
         return self.linear.backward_by(products, ctx, grad_output)
 
 
 class _QuantizedProducts(GroupedProducts):
-    """Products of FP8 codes for one pass of a call, which find the groups on the device."""
+    """Products of codes for one pass of a call, which find the groups on the device."""
 
-    # Where the groups end, unless the host knows it.
+    # Where the groups end, once it is known.
     ends: Tensor | None = None
 
     def __init__(
@@ -154,10 +147,11 @@ class _QuantizedProducts(GroupedProducts):
         save: bool,
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         rows, cols = self.recipe.fprop == "fp8", save and self.recipe.wgrad == "fp8"
-        self.locate(x, groups)
+        ends = groups.ends
+        self.ends = group_ends(groups.sizes.to(x.device), x.shape[0]) if ends is None else ends
         codes = x.codes if isinstance(x, QuantizedTensor) else None
         if codes is None and (rows or cols):
-            codes = self.quantized("input", x, groups, rows=rows, cols=cols)
+            codes = self.quantized("input", x, rows=rows, cols=cols)
         self.ctx.compute_dtype = x.dtype
         # Backward is given views of the weights, by which nothing is kept.
         sources = [w if isinstance(w, nn.Parameter) else None for w in weights]
@@ -168,7 +162,7 @@ class _QuantizedProducts(GroupedProducts):
         saved = *saved, self.ends
         if codes is None or not rows:
             return super().forward(x, weights, groups, out=out, save=save)[0], (*saved, None)
-        y = self.product(codes, weights, groups, x, out, forward=True)
+        y = self.product(codes, weights, x, out, forward=True)
         ctx, used = self.ctx, None
         if ctx.requires_grad and ctx.needs.input and self.recipe.dgrad == "fp8":
             used = self.quantizer.used_scales()  # for the weights
@@ -183,8 +177,8 @@ class _QuantizedProducts(GroupedProducts):
     ) -> Tensor:
         if self.recipe.dgrad != "fp8":
             return super().dgrad(dy, weights, groups, out=out)
-        codes = self._codes(dy, groups)
-        dx = self.product(codes, weights, groups, dy, out, forward=False)
+        codes = self._codes(dy)
+        dx = self.product(codes, weights, dy, out, forward=False)
         self._grad_codes = codes._replace(rows=None, row_scale=None)
         return dx
 
@@ -198,17 +192,20 @@ class _QuantizedProducts(GroupedProducts):
         x, cols, col_scale, *_ = saved
         if self.recipe.wgrad != "fp8":
             return super().wgrad(dy, (x,), weights, groups)
-        xs = Codes(None, None, cols, col_scale, None)
-        return self.gradient(self._codes(dy, groups), xs, groups, weights[0].dtype)
+        dys, xs, ends = self._codes(dy), Codes(None, None, cols, col_scale, None), self.ends
+        assert ends is not None
+        how = self.how("wgrad", ends.device, weights[0].dtype)
+        return ScaledGroupedProduct(
+            lambda dtype: grouped_scaled_wgrad(dys, xs, ends, how._replace(dtype=dtype)), how.dtype
+        )
 
-    def _codes(self, dy: Tensor, groups: RowGroups) -> Codes:
+    def _codes(self, dy: Tensor) -> Codes:
         """The gradient of the output, quantised once for both GEMMs."""
         if self._grad_codes is None:
             needs = self.ctx.needs
             self._grad_codes = self.quantized(
                 "grad_output",
                 dy.contiguous(),
-                groups,
                 rows=needs.input and self.recipe.dgrad == "fp8",
                 cols=self.linear.wants_weights(self.ctx) and self.recipe.wgrad == "fp8",
             )
@@ -227,8 +224,7 @@ class _QuantizedProducts(GroupedProducts):
         if reads_values or dy.dim() != 2 or saved[3] is None:
             return dy
         rows = self.output_grad(dy, saved)
-        assert self.ends is not None
-        codes = self._codes(rows, RowGroups(None, self.ends))
+        codes = self._codes(rows)
         by_cols = codes if codes.cols is None else codes._replace(rows=None, row_scale=None)
         return QuantizedTensor(by_cols, dy.shape, rows.dtype)
 
@@ -236,14 +232,7 @@ class _QuantizedProducts(GroupedProducts):
         modes = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
         return "bf16" in modes and super().reads_sizes(x, out_features)
 
-    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
-        """Finds the groups of a forward pass."""
-        ends = groups.ends
-        self.ends = group_ends(groups.sizes.to(x.device), x.shape[0]) if ends is None else ends
-
-    def quantized(
-        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
-    ) -> Codes:
+    def quantized(self, role: str, x: Tensor, *, rows: bool, cols: bool) -> Codes:
         count = self.linear.num_groups
         return self.quantizer.quantize_groups(role, x, self.ends, count, rows=rows, cols=cols)
 
@@ -251,7 +240,6 @@ class _QuantizedProducts(GroupedProducts):
         self,
         x: Codes,
         weights: Sequence[Tensor],
-        groups: RowGroups,
         like: Tensor | QuantizedTensor,
         out: Tensor | None,
         *,
@@ -264,79 +252,6 @@ class _QuantizedProducts(GroupedProducts):
         assert self.ends is not None
         multiply = grouped_scaled_forward if forward else grouped_scaled_dgrad
         return multiply(x, w, self.ends, how, out)
-
-    def gradient(
-        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
-    ) -> ScaledGroupedProduct:
-        ends = self.ends
-        assert ends is not None
-        how = self.how("wgrad", ends.device, dtype)
-        return ScaledGroupedProduct(
-            lambda dtype: grouped_scaled_wgrad(dy, x, ends, how._replace(dtype=dtype)), dtype
-        )
-
-
-class _GroupByGroup(_QuantizedProducts):
-    """Products of MXFP8 and NVFP4 codes, of groups that the host knows."""
-
-    def reads_sizes(self, x: Tensor, out_features: int) -> bool:
-        return True
-
-    def locate(self, x: Tensor | QuantizedTensor, groups: RowGroups) -> None:
-        """Nothing."""
-
-    def quantized(
-        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
-    ) -> Codes:
-        padded = padded_groups(x, groups)
-        padding = padded.shape[0] - x.shape[0]
-        return self.quantizer.quantize(role, padded, rows=rows, cols=cols, padding=padding)
-
-    def product(
-        self,
-        x: Codes,
-        weights: Sequence[Tensor],
-        groups: RowGroups,
-        like: Tensor | QuantizedTensor,
-        out: Tensor | None,
-        *,
-        forward: bool,
-    ) -> Tensor:
-        ws = list(matrices(weights, like.dtype))
-        sources = self.ctx.kept_sources or [None] * len(weights)
-        sources = sources * (len(ws) // len(weights))
-        codes = [
-            self.quantizer.weight(
-                w, source, self.ctx.kept_weights, rows=forward, cols=not forward, group=n
-            )
-            for n, (w, source) in enumerate(zip(ws, sources))
-        ]
-        if out is None:
-            shape = like.shape[0], weights[0].shape[-2 if forward else -1]
-            out = torch.empty(shape, dtype=like.dtype, device=like.device)
-        how = self.how("fprop" if forward else "dgrad", like.device, like.dtype)
-        return (scaled_forwards if forward else scaled_dgrads)(x, codes, groups, out, how)
-
-    def gradient(
-        self, dy: Codes, x: Codes, groups: RowGroups, dtype: torch.dtype
-    ) -> ScaledGroupedProduct:
-        codes = dy.cols if dy.rows is None else dy.rows
-        assert codes is not None
-        how = self.how("wgrad", codes.device, dtype)
-        pairs = list(zip(codes_of_groups(dy, groups), codes_of_groups(x, groups)))
-        return ScaledGroupedProduct(
-            lambda dtype: [scaled_wgrad(*pair, how._replace(dtype=dtype)) for pair in pairs], dtype
-        )
-
-
-def _is_small(recipe: Recipe) -> bool:
-    return recipe.mxfp8() or recipe.nvfp4()
-
-
-def _products(
-    linear: GroupedLinear, recipe: Recipe, ctx: OperationContext, used: Tensor | None = None
-) -> _QuantizedProducts:
-    return (_GroupByGroup if _is_small(recipe) else _QuantizedProducts)(linear, recipe, ctx, used)
 
 
 def _refuses(linear: GroupedLinear, *, env: Env) -> Refusal | None:

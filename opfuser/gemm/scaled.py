@@ -19,18 +19,11 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from ..gemm_providers import GemmOperand, GemmProvider
-from ..kernels.microscaling_plain import (
-    E8M0,
-    FP4,
-    TAIL,
-    block_scales,
-    scales_of_part,
-    tensor_scale,
-    values_of,
-)
+from ..kernels.microscaling import decode
+from ..kernels.microscaling_plain import E8M0, FP4, TAIL, scales_of_columns, tensor_scale
 from ..kernels.quantize import Codes
 
-_BLOCK = 128
+_BLOCK, _FP32 = 128, torch.float32
 
 
 class Accumulation(NamedTuple):
@@ -95,7 +88,7 @@ class _Matrix(NamedTuple):
         if kind is ScalingType.BlockWise1x32:
             return _Scales([self.scale], [kind], [swizzle])
         if kind is ScalingType.BlockWise1x16:
-            blocks, one = self.scale[:-TAIL], tensor_scale(self.scale)
+            blocks, one = self.scale[:-TAIL], tensor_scale(self.codes, self.scale)
             kinds, swizzles = [kind, ScalingType.TensorWise], [swizzle, SwizzleType.NO_SWIZZLE]
             return _Scales([blocks, one], kinds, swizzles)
         # A view takes a microsecond, six of them for each linear operation.
@@ -104,23 +97,22 @@ class _Matrix(NamedTuple):
     @property
     def factor(self) -> Tensor | None:
         """The scale of the whole matrix, which :meth:`values` leaves for the product to apply."""
-        kind = self.kind
-        if kind is ScalingType.BlockWise1x16:
-            return tensor_scale(self.scale)
-        return self.scale if kind is ScalingType.TensorWise else None
+        return self.scale if self.kind is ScalingType.TensorWise else None
+
+    @property
+    def decoded(self) -> _Matrix:
+        """The same without scales of 32 or 16: their values in bf16."""
+        if self.kind is ScalingType.BlockWise1x16:
+            return _Matrix(decode(self.codes, self.scale), tensor_scale(self.codes, self.scale))
+        if self.kind is ScalingType.BlockWise1x32:
+            return _Matrix(decode(self.codes, self.scale), self.scale.new_ones(1, dtype=_FP32))
+        return self
 
     def values(self, start: int) -> Tensor:
         """128 columns, or the rest, in fp32."""
-        (rows, cols), kind = self.shape, self.kind
-        stop = min(start + _BLOCK, cols)
-        if kind is ScalingType.BlockWise1x16:
-            values = values_of(self.codes[:, start // 2 : stop // 2])
-            return values.mul_(block_scales(self.scale, rows, start, stop, cols))
-        values = self.codes[:, start:stop].float()
-        if kind is ScalingType.TensorWise:
+        values = self.codes[:, start : start + _BLOCK].float()
+        if self.kind is ScalingType.TensorWise:
             return values
-        if kind is ScalingType.BlockWise1x32:
-            return values.mul_(block_scales(self.scale, rows, start, stop, cols))
         n = start // _BLOCK
         if self.squares:
             return values * self.scale[:, n].repeat_interleave(_BLOCK)[: len(values), None]
@@ -133,7 +125,7 @@ class _Matrix(NamedTuple):
             return self
         if self.kind is ScalingType.BlockWise1x16:
             # Tiles of scales have 64 columns: padding to 128 may have one too many.
-            scale = scales_of_part(self.scale, shape, (0, shape[0]), (0, cols))
+            scale = scales_of_columns(self.scale, shape, cols)
             return _Matrix(self.codes[:, : cols // 2], scale)
         return self._replace(codes=self.codes[:, :cols])
 
@@ -176,7 +168,8 @@ def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = No
             use_fast_accum=not how.split,
         )
         return y if fused or bias is None else y.add_(bias)
-    total = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
+    a, b = a.decoded, b.decoded
+    total = torch.zeros(m, n, dtype=_FP32, device=a.codes.device)
     for start in range(0, k, _BLOCK):
         total.addmm_(a.values(start), b.values(start).t())
     if a.factor is not None and b.factor is not None:

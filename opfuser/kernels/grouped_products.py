@@ -1,10 +1,10 @@
-"""Products of fp8 codes of groups of rows, each by a matrix of its own, with scales.
+"""Products of codes of groups of rows, each by a matrix of its own, with scales.
 
 Dimensions: R rows, G groups, P rows where groups are padded, N and K features. Codes, scales and
-``ends`` as in :mod:`.groups`. Which kernel: torch's grouped GEMM takes a scale for each row in E4M3
-and returns bf16, on GPUs of compute capability 9.0; where groups have few rows, only sums that may
-stay in the GPU's 14 bits. The others are opfuser's, for all formats, blocks and results. Both find
-the groups on the device.
+``ends`` as in :mod:`.groups`; in place of codes there may be values in bf16. Which kernel: torch's
+grouped GEMM takes a scale for each row in E4M3 and returns bf16, on GPUs of compute capability 9.0;
+where groups have few rows, only sums that may stay in the GPU's 14 bits. The others are opfuser's,
+for all formats, blocks and results. Both find the groups on the device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import torch_internals as internals
 from .choice import kernel_or_plain
+from .groups import lanes_of
 from .groups_plain import columns_by_columns_plain, rows_by_matrices_plain
 from .launch import FP8, Launch, has_fp8
 from .quantize import BLOCK
@@ -26,19 +27,23 @@ from .tiling import cdiv
 # 1024 rows each, 872 and 810 of 8 of 4096 x 14336 with 4096 rows. In blocks, of outputs and inputs
 # together and of weights: 541 and 538, and 660 and 690.
 _TILE = BLOCK
-_SHAPE = {"TILE_ROWS": _TILE, "TILE_COLS": _TILE, "TILE_K": BLOCK, "GROUP": 8}
 _HOW = {"num_warps": 8, "num_stages": 4}
+_CODES = FP8 | {torch.bfloat16}
 # Rows of a group from which torch's grouped GEMM adds up in fp32 (``split``). Measured as above, of
 # 128 experts with 1024 rows each, in ms, torch's and opfuser's: gradients of inputs 3.65 and 1.96,
 # of weights 4.14 and 2.00; of 32 experts of 7168 x 2048 with 2048 rows 5.8 and 6.6, 6.6 and 7.2.
 _TORCH_FROM_ROWS = 2048
 
 
+def _shape(itemsize: int, cols: int = _TILE) -> dict[str, int]:
+    """The constants of a tile, of whose rows each operand has 128 bytes in a step."""
+    return {"TILE_ROWS": _TILE, "TILE_COLS": cols, "TILE_K": BLOCK // itemsize, "GROUP": 8}
+
+
 @functools.lru_cache(None)
-def _rows_launch(blocks: bool, split: bool, groups: int, even: bool) -> Launch:
-    lanes = 1 << max(groups - 1, 15).bit_length()
-    constants = {"BLOCKS": blocks, "SPLIT": split, "GROUPS": lanes, "EVEN": even, **_SHAPE}
-    return Launch("grouped_products:rows_by_matrices", constants, **_HOW)
+def _rows_launch(blocks: bool, split: bool, groups: int, even: bool, itemsize: int) -> Launch:
+    own = {"BLOCKS": blocks, "SPLIT": split, "GROUPS": lanes_of(groups), "EVEN": even}
+    return Launch("grouped_products:rows_by_matrices", {**own, **_shape(itemsize)}, **_HOW)
 
 
 def _columns_tile(blocks: bool, squares: bool) -> int:
@@ -47,10 +52,10 @@ def _columns_tile(blocks: bool, squares: bool) -> int:
 
 
 @functools.lru_cache(None)
-def _columns_launch(blocks: bool, squares: bool, split: bool) -> Launch:
+def _columns_launch(blocks: bool, squares: bool, split: bool, itemsize: int) -> Launch:
     own = {"BLOCKS": blocks, "SQUARES": squares, "SPLIT": split}
-    constants = {**own, **_SHAPE, "TILE_COLS": _columns_tile(blocks, squares)}
-    return Launch("grouped_products:columns_by_columns", constants, **_HOW)
+    shape = _shape(itemsize, _columns_tile(blocks, squares))
+    return Launch("grouped_products:columns_by_columns", {**own, **shape}, **_HOW)
 
 
 @functools.lru_cache(None)
@@ -92,7 +97,7 @@ def _launch_rows(
 ) -> Tensor:
     rows, depth = a.shape
     groups, features, _ = b.shape
-    blocks = a_scale.dim() == 2
+    blocks, split = a_scale.dim() == 2, split and a.dtype in FP8  # bf16 is added up in fp32
     few = split and rows < _TORCH_FROM_ROWS * groups
     if (
         rows
@@ -106,7 +111,7 @@ def _launch_rows(
     ints = (rows, features, depth, groups, *b.stride()[:2], *strides)
     # A group has at most one tile that is not full.
     tiles = (rows // _TILE + groups) * cdiv(features, _TILE)
-    launch = _rows_launch(blocks, split, groups, depth % BLOCK == 0)
+    launch = _rows_launch(blocks, split, groups, depth % BLOCK == 0, a.itemsize)
     launch((tiles, 1, 1), (a, b, a_scale, b_scale, ends, out), ints)
     return out
 
@@ -122,14 +127,14 @@ def _launch_columns(
     out: Tensor | None,
 ) -> Tensor:
     (n, padded), k, groups = a.shape, len(b), ends.shape[1]
-    blocks = a_scale.dim() == 2
+    blocks, split = a_scale.dim() == 2, split and a.dtype in FP8
     few = split and padded - BLOCK * groups < _TORCH_FROM_ROWS * groups
     if not blocks and not few and takes_scaled_grouped_mm(a.device, a.dtype, b.dtype, dtype):
         return _by_torch(a, b, (a_scale, b_scale), ends[1], dtype, split, out)
     out = a.new_empty((groups, n, k), dtype=dtype) if out is None else out
     squares = blocks and b_scale.shape[1] != k
     tiles = groups * cdiv(n, _TILE) * cdiv(k, _columns_tile(blocks, squares))
-    launch = _columns_launch(blocks, squares, split)
+    launch = _columns_launch(blocks, squares, split, a.itemsize)
     launch((tiles, 1, 1), (a, b, a_scale, b_scale, ends, out), (n, k, padded, groups))
     return out
 
@@ -139,10 +144,10 @@ def _takes(a: Tensor, *_: object) -> bool:
 
 
 _rows = kernel_or_plain(
-    launch=_launch_rows, plain=rows_by_matrices_plain, accepts=_takes, dtypes=FP8
+    launch=_launch_rows, plain=rows_by_matrices_plain, accepts=_takes, dtypes=_CODES
 )
 _columns = kernel_or_plain(
-    launch=_launch_columns, plain=columns_by_columns_plain, accepts=_takes, dtypes=FP8
+    launch=_launch_columns, plain=columns_by_columns_plain, accepts=_takes, dtypes=_CODES
 )
 
 
@@ -166,7 +171,7 @@ def rows_by_matrices(
         b_scale: (G, N); or (G, N / 128, K / 128), of squares.
         ends: of ``groups.group_ends``.
         dtype: of the result.
-        split: whether to add up in fp32 after every 128 products.
+        split: whether to add up fp8 in fp32 after every 128 products.
         out: where to write the result, of ``dtype``.
     """
     y: Tensor = _rows(a, b, a_scale, b_scale, ends, dtype, split, out)
@@ -193,7 +198,7 @@ def columns_by_columns(
         b_scale: (G K,); or (P / 128, K), of blocks; or (K / 128, up4(P / 128)), of squares.
         ends: of ``groups.group_ends``.
         dtype: of the result.
-        split: whether to add up in fp32 after every 128 products.
+        split: whether to add up fp8 in fp32 after every 128 products.
         out: where to write the result, of ``dtype``.
     """
     y: Tensor = _columns(a, b, a_scale, b_scale, ends, dtype, split, out)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .choice import kernel_or_plain
 from .groups_plain import (
+    Grouped,
     GroupScaling,
     VectorScaling,
     by_blocks_in_groups_plain,
@@ -42,7 +43,14 @@ from .quantize import (
 )
 from .tiling import rows_of
 
-__all__ = ["GroupScaling", "VectorScaling", "group_ends", "maxima_of_groups", "quantize_groups"]
+__all__ = [
+    "GroupScaling",
+    "Grouped",
+    "VectorScaling",
+    "group_ends",
+    "maxima_of_groups",
+    "quantize_groups",
+]
 
 _INTEGERS = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64))
 # As those of a whole matrix in ``quantize``, but with masks at the ends of groups: not measured.
@@ -51,21 +59,21 @@ _BOTH = Tile(BLOCK, 64, 4)
 _SQUARE = Tile(BLOCK, BLOCK, 8)
 
 
-def _lanes(groups: int) -> int:
+def lanes_of(groups: int) -> int:
     """How many values a program holds of one for each group."""
     return 1 << max(groups - 1, 15).bit_length()
 
 
 @functools.lru_cache(None)
 def _ends_launch(groups: int) -> Launch:
-    return Launch("groups:ends", {"GROUPS": _lanes(groups), "TILE_ROWS": BLOCK}, num_warps=1)
+    return Launch("groups:ends", {"GROUPS": lanes_of(groups), "TILE_ROWS": BLOCK}, num_warps=1)
 
 
 @functools.lru_cache(None)
 def _launch(
     function: str, own: tuple[tuple[str, Any], ...], tile: Tile, groups: int, size: int, even: bool
 ) -> Launch:
-    constants = {**dict(own), "GROUPS": _lanes(groups)}
+    constants = {**dict(own), "GROUPS": lanes_of(groups)}
     return tile.launch(f"groups:{function}", constants, size, even)
 
 

@@ -40,6 +40,20 @@ class VectorScaling(NamedTuple):
 GroupScaling = TensorScaling | MeasuredScaling | BlockScaling | VectorScaling
 
 
+class Grouped(NamedTuple):
+    """Which rows of a matrix are those of groups.
+
+    Attributes:
+        groups: G.
+        ends: of ``groups.group_ends``; None: all groups have R / G rows.
+        sources: (R,) integers, the row of the matrix that each row is; None: the rows as they are.
+    """
+
+    groups: int
+    ends: Tensor | None = None
+    sources: Tensor | None = None
+
+
 def padded_size(rows: int, groups: int, uniform: bool) -> int:
     """P: rows that groups have with padding, or may have at most."""
     if uniform:
@@ -52,7 +66,8 @@ def count_rows(x: Tensor, sources: Tensor | None) -> int:
     return len(x if sources is None else sources)
 
 
-def _gathered(x: Tensor, sources: Tensor | None) -> Tensor:
+def gathered(x: Tensor, sources: Tensor | None) -> Tensor:
+    """The rows of groups."""
     return x if sources is None else x.index_select(0, sources)
 
 
@@ -85,18 +100,37 @@ def _have_group(ends: Tensor, x: Tensor) -> Tensor:
     return torch.arange(len(x), device=x.device) < ends[0, -1]
 
 
-def _padded(x: Tensor, ends: Tensor, padded: int) -> tuple[Tensor, Tensor]:
-    """The rows of groups in fp32 with zeros between them (P, C), and which are theirs (P,)."""
-    stops, padded_stops = ends
+class PaddedRows(NamedTuple):
+    """The rows of groups in fp32, with zeros between them.
+
+    Attributes:
+        values: (P, C).
+        own: (P,), which of them are rows of x.
+        group: (P,), the groups that they are in.
+        at: (R,), where the rows of x are.
+    """
+
+    values: Tensor
+    own: Tensor
+    group: Tensor
+    at: Tensor
+
+
+def padded_rows(x: Tensor, ends: Tensor | None, groups: int) -> PaddedRows:
+    """The rows of x where each group is padded."""
+    padded = padded_size(len(x), groups, ends is None)
+    stops, padded_stops = _ends(ends, x, groups)
     group = _groups_of(padded_stops, padded)
     # A group lies as much further behind as all groups before it are padded.
-    moved = torch.cat((stops.new_zeros(1), (padded_stops - stops)[:-1]))[group]
-    source = torch.arange(padded, device=x.device) - moved
+    moved = torch.cat((stops.new_zeros(1), (padded_stops - stops)[:-1]))
+    source = torch.arange(padded, device=x.device) - moved[group]
     own = source < stops[group]
+    at = torch.arange(len(x), device=x.device) + moved[_groups_of(stops, len(x))]
     if not len(x):
-        return x.new_zeros(padded, x.shape[1], dtype=torch.float32), own
-    values = x.to(torch.float32)[source.clamp(max=len(x) - 1)]
-    return values.masked_fill_(~own[:, None], 0.0), own
+        values = x.new_zeros(padded, x.shape[1], dtype=torch.float32)
+    else:
+        values = x.to(torch.float32)[source.clamp(max=len(x) - 1)].masked_fill_(~own[:, None], 0.0)
+    return PaddedRows(values, own, group, at)
 
 
 def maxima_plain(
@@ -108,7 +142,7 @@ def maxima_plain(
     sources: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """As ``groups.maxima_of_groups``."""
-    x = _gathered(x, sources)
+    x = gathered(x, sources)
     of_rows = of_cols = None
     ends = _ends(ends, x, groups)
     if rows:
@@ -130,8 +164,8 @@ def by_vectors_plain(
     sources: Tensor | None,
 ) -> Codes:
     """As ``groups.quantize_groups`` without blocks."""
-    x = _gathered(x, sources)
-    dtype, padded = scaling.dtype, padded_size(len(x), groups, ends is None)
+    x = gathered(x, sources)
+    dtype, laid = scaling.dtype, padded_rows(x, ends, groups) if cols else None
     ends = _ends(ends, x, groups)
     if isinstance(scaling, VectorScaling):
         power = scaling.power_of_two
@@ -147,11 +181,9 @@ def by_vectors_plain(
     by_rows = by_cols = None
     if rows and of_rows is not None:
         by_rows, of_rows = encode(x, of_rows[:, None], dtype), of_rows.reciprocal()
-    if cols and of_cols is not None:
-        values, own = _padded(x, ends, padded)
-        of_each = of_cols.view(groups, -1)[_groups_of(ends[1], padded)]
-        codes = encode(values, of_each, dtype)
-        codes.view(torch.uint8).masked_fill_(~own[:, None], 0)  # also where a scale is NaN
+    if laid is not None and of_cols is not None:
+        codes = encode(laid.values, of_cols.view(groups, -1)[laid.group], dtype)
+        codes.view(torch.uint8).masked_fill_(~laid.own[:, None], 0)  # also where a scale is NaN
         by_cols, of_cols = codes.t().contiguous(), of_cols.reciprocal()
     return Codes(by_rows, of_rows if rows else None, by_cols, of_cols if cols else None, None)
 
@@ -166,7 +198,7 @@ def by_blocks_in_groups_plain(
     sources: Tensor | None,
 ) -> Codes:
     """As ``groups.quantize_groups`` in blocks."""
-    x = _gathered(x, sources)
+    x = gathered(x, sources)
     by_rows = of_rows = by_cols = of_cols = None
     if rows:
         codes = by_blocks_plain(x, scaling, True, False, False)
@@ -174,7 +206,7 @@ def by_blocks_in_groups_plain(
         assert codes.row_scale is not None
         by_rows, of_rows = codes.rows[: len(x)], codes.row_scale[:, : len(x)].contiguous()
     if cols:
-        values, own = _padded(x, ends, padded_size(len(x), groups, uniform=False))
+        values, own, *_ = padded_rows(x, ends, groups)
         codes = by_blocks_plain(values, scaling, False, True, False)
         by_cols, of_cols = codes.cols, codes.col_scale
         assert by_cols is not None

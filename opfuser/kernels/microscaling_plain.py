@@ -5,13 +5,14 @@ Codes and scales are those of the kernels, bit for bit; only the sign of a NaN i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .groups_plain import Grouped, PaddedRows, gathered, padded_rows
 from .philox import philox
 from .quantize_plain import BLOCK, Codes, column_sum_plain, encode, largest
 
@@ -33,13 +34,6 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 TRANSFORM = 0xD7E8
 
 
-class _Layout(NamedTuple):
-    """Codes and scales of a matrix, or neither."""
-
-    codes: Tensor | None = None
-    scale: Tensor | None = None
-
-
 def swizzled(scales: Tensor, padding: int) -> Tensor:
     """One byte for each row and block, (M, S), in the order in which GEMMs read them; flat.
 
@@ -53,50 +47,33 @@ def swizzled(scales: Tensor, padding: int) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 
-def block_scales(scale: Tensor, rows: int, first: int, stop: int, features: int) -> Tensor:
-    """Scales of blocks ``first`` to ``stop`` in fp32, one per value, (M, ...).
-
-    Args:
-        scale: in the layouts of ``row_scale`` and ``col_scale``.
-        first, stop: columns, multiples of 128 or the last.
-        features: all columns.
-    """
+def decode_plain(codes: Tensor, scale: Tensor) -> Tensor:
+    """As ``microscaling.decode``."""
+    values = values_of(codes) if codes.dtype == FP4 else codes.float()
+    rows, features = values.shape
     block = MXFP8_BLOCK if scale.dtype == E8M0 else NVFP4_BLOCK
-    blocks = scale if scale.dtype == E8M0 else scale[:-TAIL]
-    across = -(-features // (4 * block))
-    tiles = blocks.view(torch.uint8).view(-1, across, 32, 4, 4)
-    tiles = tiles[:, first // (4 * block) : -(-stop // (4 * block))]
-    linear = tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)[:rows]
-    linear = linear[:, : (stop - first) // block].contiguous().view(scale.dtype)
-    return linear.float().repeat_interleave(block, 1)
+    down, across = -(-rows // BLOCK), -(-features // (4 * block))
+    tiles = scale[: down * across * 4 * BLOCK].view(torch.uint8).view(down, across, 32, 4, 4)
+    linear = tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)[:rows, : features // block]
+    factors = linear.contiguous().view(scale.dtype).float()
+    values.unflatten(1, (-1, block)).mul_(factors.unsqueeze(2))
+    return values.to(torch.bfloat16)
 
 
-def scales_of_part(
-    scale: Tensor, shape: tuple[int, int], rows: tuple[int, int], cols: tuple[int, int]
-) -> Tensor:
-    """The scales of a part of a matrix (M, K), laid out as those of a matrix of its own.
-
-    Args:
-        scale: in the layouts of ``row_scale`` and ``col_scale``.
-        rows, cols: where the part begins, at multiples of 128, and where it stops.
-    """
-    is_mxfp8 = scale.dtype == E8M0
-    block, tail = (MXFP8_BLOCK, 0) if is_mxfp8 else (NVFP4_BLOCK, TAIL)
-    # Tiles of 128 rows and 4 blocks.
-    down, across = -(-shape[0] // BLOCK), -(-shape[1] // (4 * block))
-    tiles = scale[: scale.numel() - tail].view(down, across, 4 * BLOCK)
-    tiles = tiles[rows[0] // BLOCK : -(-rows[1] // BLOCK)]
-    tiles = tiles[:, cols[0] // (4 * block) : -(-cols[1] // (4 * block))]
-    part = tiles.reshape(-1)
-    if is_mxfp8:
-        return part
+def scales_of_columns(scale: Tensor, shape: tuple[int, int], columns: int) -> Tensor:
+    """The scales of the first columns of a matrix (M, K) in NVFP4, as those of one of its own."""
+    per_tile = 4 * NVFP4_BLOCK
+    tiles = scale[:-TAIL].view(-1, -(-shape[1] // per_tile), 4 * BLOCK)
+    part = tiles[:, : -(-columns // per_tile)].reshape(-1)
     both = part.view(torch.uint8), scale[-TAIL:].view(torch.uint8)
     return torch.cat(both).view(scale.dtype)
 
 
-def tensor_scale(scale: Tensor) -> Tensor:
-    """(1,): what block scales of NVFP4 are multiples of, in fp32."""
-    return scale[-TAIL:].view(torch.float32)
+def tensor_scale(codes: Tensor, scale: Tensor) -> Tensor:
+    """What block scales of NVFP4 are multiples of, in fp32: (1,), or (G,), one for each group."""
+    (rows, pairs), packed = codes.shape, 4 * NVFP4_BLOCK // 2
+    tiles = -(-rows // BLOCK) * -(-pairs // packed)
+    return scale[tiles * 4 * BLOCK :].view(torch.float32)
 
 
 def values_of(codes: Tensor) -> Tensor:
@@ -106,19 +83,6 @@ def values_of(codes: Tensor) -> Tensor:
     exponent, mantissa = (nibbles >> 1) & 3, nibbles & 1
     halves = torch.where(exponent == 0, mantissa, (2 + mantissa << exponent) >> 1)
     return halves.float() * (0.5 - ((nibbles >> 3) & 1).float())
-
-
-def dequantized_rows(codes: Codes, rows: int) -> Tensor:
-    """The values of so many rows in fp32, of codes by rows."""
-    matrix, scale = codes.rows, codes.row_scale
-    assert matrix is not None
-    assert scale is not None
-    packed = matrix.dtype == FP4
-    values = values_of(matrix) if packed else matrix.float()
-    values *= block_scales(scale, len(values), 0, values.shape[1], values.shape[1])
-    if packed:
-        values *= tensor_scale(scale)
-    return values[:rows]
 
 
 def _exponents(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,25 +104,44 @@ def _power(exponents: Tensor) -> Tensor:
     return torch.where(exponents == 255, float("nan"), power)
 
 
+def _laid_out(x: Tensor, groups: Grouped | None) -> PaddedRows:
+    count, ends, sources = groups or Grouped(1)
+    return padded_rows(gathered(x, sources), ends, count)
+
+
+def _by_rows(laid: PaddedRows, groups: Grouped | None, *padded: Tensor) -> Sequence[Tensor]:
+    """What codes by rows have of padded rows: of groups no padding."""
+    return [t[laid.at] for t in padded] if groups else padded
+
+
 def _mxfp8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix (M, K), by its rows."""
     blocks = values.unflatten(1, (-1, MXFP8_BLOCK))
     exponents = _exponents(blocks.abs().amax(2), dtype)
     codes = encode(blocks, _power(exponents).unsqueeze(2), dtype).flatten(1)
-    return codes, swizzled(exponents.to(torch.uint8), 127).view(E8M0)
+    return codes, exponents.to(torch.uint8)
 
 
-def mxfp8_plain(x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, column_sum: bool) -> Codes:
+def mxfp8_plain(
+    x: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    cols: bool,
+    column_sum: bool,
+    groups: Grouped | None = None,
+) -> Codes:
     """As ``microscaling.quantize_mxfp8``."""
-    values = _padded(x)
-    by_rows = _Layout(*_mxfp8(values, dtype)) if rows else _Layout()
-    by_cols = _Layout()
+    laid = _laid_out(x, groups)
+    made = Codes(None, None, None, None, column_sum_plain(x) if column_sum else None)
+    if rows:
+        codes, scales = _mxfp8(laid.values, dtype)
+        codes, scales = _by_rows(laid, groups, codes.view(torch.uint8), scales)
+        made = made._replace(rows=codes.view(dtype), row_scale=swizzled(scales, 127).view(E8M0))
     if cols:
-        codes, scale = _mxfp8(values.t().contiguous(), dtype)
-        codes.view(torch.uint8)[:, x.shape[0] :] = 0
-        by_cols = _Layout(codes, scale)
-    sums = column_sum_plain(x) if column_sum else None
-    return Codes(by_rows.codes, by_rows.scale, by_cols.codes, by_cols.scale, sums)
+        codes, scales = _mxfp8(laid.values.t().contiguous(), dtype)
+        codes.view(torch.uint8).masked_fill_(~laid.own, 0)
+        made = made._replace(cols=codes, col_scale=swizzled(scales, 127).view(E8M0))
+    return made
 
 
 def fp4_codes(v: Tensor) -> Tensor:
@@ -210,16 +193,15 @@ def _encoding(amax: Tensor) -> Tensor:
 
 
 def _nvfp4(
-    values: Tensor, inverse: Tensor, squares: bool, bits: Tensor | None, stop: int
+    values: Tensor, inverse: Tensor, squares: bool, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a matrix (M, K), by its rows.
 
     Args:
         values: (M, K), or its transpose's.
-        inverse: 1 / g.
+        inverse: 1 / g; one, of rows (M, 1) or of blocks (S,).
         squares: whether 16 rows share the scales of their blocks.
         bits: for stochastic rounding.
-        stop: rows from there on are padding; with NaN scales too they have codes 0.
     """
     blocks = values.unflatten(1, (-1, NVFP4_BLOCK))  # (M, S, 16)
     amax = blocks.abs().amax(2)
@@ -233,11 +215,7 @@ def _nvfp4(
     scaled = (blocks * factor.unsqueeze(2)).flatten(1)
     if bits is not None:
         scaled = dithered(scaled, bits)
-    codes = fp4_codes(scaled)
-    codes[stop:] = 0
-    return codes, torch.cat(
-        (swizzled(scales.view(torch.uint8), 0), inverse.reciprocal().view(torch.uint8))
-    ).view(torch.float8_e4m3fn)
+    return fp4_codes(scaled), scales.view(torch.uint8)
 
 
 def _in_sixteens(amax: Tensor) -> Tensor:
@@ -248,7 +226,13 @@ def _in_sixteens(amax: Tensor) -> Tensor:
 
 def _packed(codes: Tensor) -> Tensor:
     """Two codes in a byte, the first one in its lower half."""
-    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(FP4)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+
+
+def _with_tensor_scales(scales: Tensor, inverse: Tensor) -> Tensor:
+    """Scales as GEMMs read them, and behind them g."""
+    both = swizzled(scales, 0), inverse.reciprocal().view(torch.uint8)
+    return torch.cat(both).view(torch.float8_e4m3fn)
 
 
 def nvfp4_plain(
@@ -260,26 +244,33 @@ def nvfp4_plain(
     transform: bool,
     seed: Tensor | None,
     column_sum: bool,
+    groups: Grouped | None = None,
 ) -> Codes:
     """As ``microscaling.quantize_nvfp4``."""
-    values = _padded(x)
+    laid = _laid_out(x, groups)
+    values, own, group, _ = laid
     inverse = _encoding(amax)
     words = None if seed is None else _random_words(values, seed)
-    by_rows = by_cols = _Layout()
+    made = Codes(None, None, None, None, column_sum_plain(x) if column_sum else None)
     if rows:
         bits = None if words is None else words >> 16
-        codes, scale = _nvfp4(values, inverse, squares, bits, x.shape[0])
-        by_rows = _Layout(_packed(codes), scale)
+        each = inverse if inverse.numel() == 1 else inverse[group, None]
+        codes, scales = _nvfp4(values, each, squares, bits)
+        codes.masked_fill_(~own[:, None], 0)  # also where a scale is NaN
+        codes, scales = _by_rows(laid, groups, _packed(codes), scales)
+        scale = _with_tensor_scales(scales, inverse)
+        made = made._replace(rows=codes.view(FP4), row_scale=scale)
     if cols:
-        stop = x.shape[0]
         if transform:
-            values, inverse, stop = transformed(values), inverse * 0.25, -(-stop // 16) * 16
+            values, inverse = transformed(values), inverse * 0.25
+            own = own.unflatten(0, (-1, 16)).any(1).repeat_interleave(16)
         bits = None if words is None else (words & 0xFFFF).t()
-        codes, scale = _nvfp4(values.t().contiguous(), inverse, squares, bits, x.shape[1])
-        codes[:, stop:] = 0
-        by_cols = _Layout(_packed(codes), scale)
-    sums = column_sum_plain(x) if column_sum else None
-    return Codes(by_rows.codes, by_rows.scale, by_cols.codes, by_cols.scale, sums)
+        each = inverse if inverse.numel() == 1 else inverse[group[::NVFP4_BLOCK]]
+        codes, scales = _nvfp4(values.t().contiguous(), each, squares, bits)
+        codes.masked_fill_(~own, 0)
+        scale = _with_tensor_scales(scales, inverse)
+        made = made._replace(cols=_packed(codes).view(FP4), col_scale=scale)
+    return made
 
 
 def _random_words(values: Tensor, seed: Tensor) -> Tensor:
@@ -288,8 +279,3 @@ def _random_words(values: Tensor, seed: Tensor) -> Tensor:
     c0 = torch.arange(features, device=values.device)[None, :]
     c1 = torch.arange(rows // 4, device=values.device)[:, None]
     return torch.stack(philox(seed, c0, c1), 1).flatten(0, 1)
-
-
-def _padded(x: Tensor) -> Tensor:
-    """In fp32, with rows of zeros up to a multiple of 128."""
-    return pad(x.to(torch.float32), (0, 0, 0, -x.shape[0] % BLOCK))

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
-from ..kernels.groups import VectorScaling, group_ends, maxima_of_groups, quantize_groups
-from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
-from ..kernels.microscaling_plain import dequantized_rows
+from ..kernels.groups import Grouped, VectorScaling, group_ends, maxima_of_groups, quantize_groups
+from ..kernels.microscaling import dequantized_rows, quantize_mxfp8, quantize_nvfp4
 from ..kernels.philox import draw_seed
 from ..kernels.quantize import (
     BlockScaling,
@@ -124,7 +123,6 @@ class OperandQuantizer(NamedTuple):
         rows: bool,
         cols: bool,
         column_sum: bool = False,
-        padding: int = 0,
         amax: Tensor | None = None,
     ) -> Codes:
         """Codes of a matrix in the layouts that are wanted, and the sums of its columns.
@@ -134,12 +132,11 @@ class OperandQuantizer(NamedTuple):
             x: (R, C).
             rows, cols: which layouts are wanted.
             column_sum: whether the sums are.
-            padding: how many rows of ``x`` are zeros that nobody counts.
             amax: the largest value of ``x``, where it is known.
         """
         codes = self._codes(role, x, {"rows": rows, "cols": cols}, column_sum, amax)
         if is_watched():
-            tell(self.op, role, x, codes, (x.shape[0] - padding) * x.shape[1])
+            tell(self.op, role, x, codes)
         return codes
 
     def _codes(
@@ -227,18 +224,31 @@ class OperandQuantizer(NamedTuple):
             return quantize_groups(x, ends, groups, VectorScaling(dtype), **wants)
         if role == "weight" and isinstance(recipe, Float8BlockScaling):
             return self._codes(role, x, {"rows": wants["rows"], "cols": wants["cols"]}, False, None)
+        if isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
+            reads = isinstance(recipe, NVFP4BlockScaling)
+            amax = self._amax_of_groups(role, x, ends, groups, wants["sources"]) if reads else None
+            grouped = Grouped(groups, ends, wants.pop("sources"))
+            return _in_small_blocks(recipe, role, x, amax, groups=grouped, **wants)
         scaling = self.given(role)
-        if scaling is None and wants["sources"] is not None:
-            scaling = self.from_amax(role, amax_of(x))
-        elif scaling is None:
-            # Not amax_of(x): what lies behind the last group is nobody's.
-            most, _ = maxima_of_groups(x, ends, groups, rows=True, cols=False)
-            assert most is not None
-            own = role == "weight" and isinstance(recipe, Float8CurrentScaling)
-            parts = most.view(groups if own else 1, -1)
-            amax = parts.amax(1) if len(most) else parts.new_zeros(len(parts))
+        if scaling is None:
+            amax = self._amax_of_groups(role, x, ends, groups, wants["sources"])
             scaling = self.from_amax(role, amax)
         return quantize_groups(x, ends, groups, scaling, **wants)
+
+    def _amax_of_groups(
+        self, role: str, x: Tensor, ends: Tensor | None, groups: int, sources: Tensor | None
+    ) -> Tensor:
+        """The largest value of all rows, (1,), or of each weight, (G,), if it has its own scale."""
+        if sources is not None:
+            return amax_of(x)
+        # Not amax_of(x): what lies behind the last group is nobody's.
+        most, _ = maxima_of_groups(x, ends, groups, rows=True, cols=False)
+        assert most is not None
+        own = role == "weight" and isinstance(
+            self.recipe, (Float8CurrentScaling, NVFP4BlockScaling)
+        )
+        parts = most.view(groups if own else 1, -1)
+        return parts.amax(1) if len(most) else parts.new_zeros(len(parts))
 
     def _tell_groups(self, role: str, x: Tensor, codes: Codes, parts: int) -> None:
         """Tells who watches of rows, and of each weight."""
@@ -250,7 +260,7 @@ class OperandQuantizer(NamedTuple):
             if self.recipe.float8_per_tensor_scaling():
                 scale = scale[own][:1]
             part = Codes(codes.rows[own], scale, None, None, None)
-            tell(self.op, role, x[own], part, x[own].numel())
+            tell(self.op, role, x[own], part)
 
     def weights(
         self,
@@ -282,7 +292,6 @@ class OperandQuantizer(NamedTuple):
         *,
         rows: bool,
         cols: bool,
-        group: int = 0,
         scale: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> Codes:
@@ -293,7 +302,6 @@ class OperandQuantizer(NamedTuple):
             source: the parameter that it comes from; None if it is computed anew at every call.
             kept: ``region.kept_weights()`` in forward; autograd's threads do not see the block.
             rows, cols: which layouts are wanted.
-            group: which of the operation's weights it is.
             scale: what it is to be multiplied by, where it is stored as codes.
             amax: its largest value, where it is known.
         """
@@ -303,14 +311,13 @@ class OperandQuantizer(NamedTuple):
                 return weight_codes(w, scale, self.recipe, rows=rows, cols=cols)
             return self.quantize("weight", w, rows=rows, cols=cols, amax=amax)
 
-        return self._once(codes, (source,), kept, group, rows=rows, cols=cols)
+        return self._once(codes, (source,), kept, rows=rows, cols=cols)
 
     def _once(
         self,
         codes: Callable[[bool, bool], Codes],
         sources: Sequence[Tensor | None],
         kept: KeptWeights | None,
-        group: int = 0,
         *,
         rows: bool,
         cols: bool,
@@ -320,7 +327,7 @@ class OperandQuantizer(NamedTuple):
         # A recording outlives the block, and would read what it kept.
         if kept is None or len(parameters) < len(sources) or not sources or is_recording():
             return codes(rows, cols)
-        key = id(self.op), self.recipe, group
+        key = id(self.op), self.recipe
         found = kept.get(key)
         if found is None or any(ref() is not p for ref, p in zip(found.sources, parameters)):
             found = kept[key] = _Kept(
@@ -461,7 +468,7 @@ def _in_small_blocks(
     role: str,
     x: Tensor,
     amax: Tensor | None,
-    **wants: bool,
+    **wants: Any,
 ) -> Codes:
     """Codes of blocks of 32 or 16, whose scales come from the values."""
     if isinstance(recipe, MXFP8BlockScaling):

@@ -101,7 +101,7 @@ def watch_quantization(
         _watches[:] = [other for other in _watches if other is not watch]
 
 
-def tell(op: nn.Module, role: str, x: Tensor, codes: Codes, elements: int) -> None:
+def tell(op: nn.Module, role: str, x: Tensor, codes: Codes) -> None:
     """Tells all that watch of a matrix that was quantised.
 
     Args:
@@ -109,7 +109,6 @@ def tell(op: nn.Module, role: str, x: Tensor, codes: Codes, elements: int) -> No
         role: its role there.
         x: (R, C).
         codes: of x.
-        elements: of x, but for zeros that were put there.
     """
     if is_recording():  # of a graph, which cannot wait for values
         return
@@ -120,7 +119,7 @@ def tell(op: nn.Module, role: str, x: Tensor, codes: Codes, elements: int) -> No
     for watch in _watches:
         name = watch.names.get(id(op)) or watch.names.get(id(owner))
         name = name or f"{type(op).__name__}({op.extra_repr()})"
-        counts = int(saturated), int(underflowed), elements
+        counts = int(saturated), int(underflowed), x.numel()
         watch.callback(QuantizationRecord(name, role, dtype, amax, scale, limit, *counts))
 
 

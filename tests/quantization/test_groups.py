@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,18 +13,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import GroupedLinear
-from opfuser.errors import ArgumentError, InputError, NotSupportedError, QuantizedWeightError
+from opfuser.errors import ArgumentError, InputError, QuantizedWeightError
 from opfuser.gemm.row_groups import groups_on_host
-from opfuser.gemm.scaled import Accumulation, scaled_wgrad
-from opfuser.gemm.scaled_groups import (
-    codes_of_groups,
-    padded_groups,
-    scaled_dgrads,
-    scaled_forwards,
-)
-from opfuser.kernels.microscaling import quantize_mxfp8, quantize_nvfp4
-from opfuser.kernels.microscaling_plain import FP4, values_of
-from opfuser.kernels.quantize import Codes, amax_of
 from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
@@ -38,7 +27,6 @@ from opfuser.recipe import (
     Recipe,
 )
 from tests.contract.gradients import handed_over
-from tests.quantization.test_microscaling import Call, decoded
 from tests.quantization.test_values import (
     CURRENT,
     RECIPES,
@@ -133,6 +121,21 @@ def test_each_group_is_a_linear_operation(
     if single:
         got[2:] = list(got[2])
     assert_same(got, group_by_group(op, x, sizes, dy, recipe))
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, *REPEATABLE[-2:]], ids=lambda r: type(r).__name__)
+@STACKED
+def test_each_weight_has_its_own_scale(single: bool, recipe: Recipe, device: torch.device) -> None:
+    sizes = [33, 0, 130]
+    op = grouped(device, bias=False, single_grouped_weight=single, dtype=torch.float32)
+    with torch.no_grad():
+        for n, matrix in enumerate(matrices(op)):
+            matrix.mul_(3.0 ** (5 * n))
+    x, dy = alike(sizes, IN, op), alike(sizes, OUT, op)
+    got, want = run(op, x, sizes, dy, recipe), group_by_group(op, x, sizes, dy, recipe)
+    for own, other in zip(got[:2], want):
+        for of_group, alone in zip(own.split(sizes), other.split(sizes)):
+            assert_same([of_group], [alone])
 
 
 def group_errors(
@@ -287,14 +290,6 @@ def test_errors_are_those_of_the_operation() -> None:
             op(x, torch.tensor([2, 3]))
 
 
-def test_sizes_that_the_host_cannot_read_are_refused() -> None:
-    op, x = GroupedLinear(2, 32, 32, device="meta"), torch.empty(5, 32, device="meta")
-    text = r"The host reads the sizes of groups.*split sizes on meta.*Pass split sizes on the CPU"
-    refused = pytest.raises(NotSupportedError, match=f"(?s){text}")
-    with opfuser.autocast(recipe=MXFP8BlockScaling()), refused:
-        op(x, torch.tensor([2, 3], device="meta"))
-
-
 def test_kept_scales_are_one_for_all_groups() -> None:
     op = grouped(torch.device("cpu"), bias=False)
     with torch.no_grad():
@@ -346,7 +341,7 @@ def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPa
     roles = noted_roles(monkeypatch)
     with opfuser.keep_quantized_weights():
         got = run(op, x, sizes, dy, recipe)
-        assert roles.count("weight") == (GROUPS if recipe.mxfp8() or recipe.nvfp4() else 1)
+        assert roles.count("weight") == 1
         with torch.no_grad():
             next(op.parameters()).mul_(2)
         with opfuser.autocast(recipe=recipe), pytest.raises(QuantizedWeightError):
@@ -468,116 +463,3 @@ def test_split_sizes_on_a_gpu(recipe: Recipe, device: torch.device) -> None:
             y = op(own, sizes.to(at))
         found.append([y.detach(), *torch.autograd.grad(y.sum(), [own, *op.parameters()])])
     assert_same(*found)
-
-
-Quantize = Callable[[Tensor], Codes]
-
-
-def nvfp4_like(whole: Tensor, **how: Any) -> Quantize:
-    """With the scale of a tensor that x is a part of."""
-    amax = amax_of(whole)
-    return lambda x: quantize_nvfp4(x, amax, rows=True, cols=True, **how)
-
-
-QUANTIZERS: dict[str, Callable[[Tensor], Quantize]] = {
-    "mxfp8": lambda _: functools.partial(
-        quantize_mxfp8, dtype=torch.float8_e4m3fn, rows=True, cols=True
-    ),
-    "nvfp4": nvfp4_like,
-    "nvfp4, transformed": lambda whole: nvfp4_like(whole, transform=True),
-}
-# Tiles of scales are filled by 128 columns of MXFP8, and by 64 of NVFP4.
-CUTS = [(name, features) for name in QUANTIZERS for features in (96, 160, 320)]
-
-
-CONTIGUOUS = torch.contiguous_format
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.clone(memory_format=CONTIGUOUS).view(torch.uint8)
-
-
-@pytest.mark.parametrize("sizes", [[5, 0, 130], [0, 128, 1, 33, 0], [0, 0]], ids=str)
-@pytest.mark.parametrize(("name", "features"), CUTS)
-def test_codes_of_a_group_are_those_of_its_rows_alone(
-    name: str, features: int, sizes: list[int]
-) -> None:
-    """Bit for bit, in the layout that GEMMs read; they look at the strides of scales, too."""
-    x = torch.randn(sum(sizes), features) * torch.randn(sum(sizes), 1).exp()
-    quantize, groups = QUANTIZERS[name](x), groups_on_host(torch.tensor(sizes), x)
-    codes = quantize(padded_groups(x, groups))
-    # Kernels leave other strides than plain torch does.
-    codes = Codes(*(None if t is None else t.clone(memory_format=CONTIGUOUS) for t in codes))
-    for found, rows in zip(codes_of_groups(codes, groups), x.split(sizes), strict=True):
-        alone = quantize(rows)
-        for own, other in ((found.row_scale, alone.row_scale), (found.col_scale, alone.col_scale)):
-            assert own is not None
-            assert other is not None
-            assert (own.dtype, own.shape) == (other.dtype, other.shape)
-            assert torch.equal(bits(own), bits(other))
-            assert own.stride() == torch.empty(own.shape).stride()
-        for own, other in ((found.rows, alone.rows), (found.cols, alone.cols)):
-            assert own is not None
-            assert other is not None
-            assert (own.dtype, own.shape) == (other.dtype, other.shape)
-            assert torch.equal(without_signs_of_zeros(own), without_signs_of_zeros(other))
-
-
-def without_signs_of_zeros(codes: Tensor) -> Tensor:
-    """A transform makes -0 of rows of padding, which are not there where a group is alone."""
-    return values_of(codes) if codes.dtype == FP4 else bits(codes)
-
-
-class Calls(Call):
-    """All that products hand to ``scaled_mm``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch)
-        self.every: list[tuple[Any, ...]] = []
-
-    def __call__(self, *args: Any, **how: Any) -> Tensor:
-        self.every.append(args)
-        return super().__call__(*args, **how)
-
-
-@pytest.mark.parametrize("name", QUANTIZERS)
-def test_what_a_gpu_is_given_for_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch checks dtypes, shapes, strides, numbers of scales and swizzles, and refuses others."""
-    sizes, k, n = [5, 0, 130, 33], 96, 160
-    x, dy = torch.randn(168, k), torch.randn(168, n)
-    ws = [torch.randn(n, k) for _ in sizes]
-    groups = groups_on_host(torch.tensor(sizes), x)
-    of_x, of_dy = QUANTIZERS[name](x), QUANTIZERS[name](dy)
-    wq = [QUANTIZERS[name](w)(w) for w in ws]
-    xq, dyq = of_x(padded_groups(x, groups)), of_dy(padded_groups(dy, groups))
-    how, calls = Accumulation(torch.bfloat16, True, hardware=True), Calls(monkeypatch)
-    scaled_forwards(xq, wq, groups, torch.empty(168, n), how)
-    scaled_dgrads(dyq, wq, groups, torch.empty(168, k), how)
-    for pair in zip(codes_of_groups(dyq, groups), codes_of_groups(xq, groups)):
-        scaled_wgrad(*pair, how)
-    xs, dys = ([q(rows) for rows in t.split(sizes)] for q, t in ((of_x, x), (of_dy, dy)))
-    present = [g for g, size in enumerate(sizes) if size]
-    wanted = [
-        *((xs[g][:2], wq[g][:2]) for g in present),
-        *((dys[g][:2], wq[g][2:4]) for g in present),
-        *((dys[g][2:4], xs[g][2:4]) for g in present),
-    ]
-    for (a, b, scale_a, _, scale_b, *_), (left, right) in zip(calls.every, wanted, strict=True):
-        for matrix, scales, (codes, scale) in ((a, scale_a, left), (b.t(), scale_b, right)):
-            assert matrix.stride(1) == 1
-            assert all(t.data_ptr() % 16 == 0 for t in (matrix, scales[0]))
-            assert all(t.is_contiguous() for t in scales)
-            given = torch.cat([t.view(torch.uint8) for t in scales])
-            found, true = decoded(matrix, given.view(scale.dtype)), decoded(codes, scale)
-            assert torch.equal(found, true[: found.shape[0], : found.shape[1]])
-
-
-def test_rows_are_not_copied_where_groups_begin_at_blocks() -> None:
-    x = torch.randn(263, 16)
-    for sizes in ([128, 0, 135], [0, 256, 7], [263, 0, 0]):
-        assert padded_groups(x, groups_on_host(torch.tensor(sizes), x)) is x
-    padded = padded_groups(x, groups_on_host(torch.tensor([127, 0, 136]), x))
-    assert padded.shape == (384, 16)
-    torch.testing.assert_close(padded[128:264], x[127:], rtol=0, atol=0)
-    assert not padded[127].any()
-    assert not padded[264:].any()

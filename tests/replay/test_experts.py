@@ -20,6 +20,7 @@ from opfuser.recipe import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from tests.replay.models import assert_equal, code, count, twin
@@ -32,6 +33,8 @@ RECIPES = (
     Float8CurrentScaling(),
     DelayedScaling(),
     Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
 )
 
 
@@ -145,7 +148,8 @@ def test_other_groups_of_codes_at_every_call(
         (Float8RowwiseScaling(), {"device": "cpu"}, False),
         (Float8RowwiseScaling(wgrad="bf16"), {}, True),
         (Float8RowwiseScaling(wgrad="bf16"), {"dtype": torch.float32}, False),
-        (MXFP8BlockScaling(), {}, False),
+        (MXFP8BlockScaling(), {}, True),
+        (NVFP4BlockScaling(), {}, True),
     ],
     ids=str,
 )

@@ -1,13 +1,16 @@
-"""Products of fp8 codes of groups of rows, each by a matrix of its own; a program for each tile.
+"""Products of codes of groups of rows, each by a matrix of its own; a program for each tile.
 
-Dimensions: R rows, G groups, P rows where groups are padded to multiples of 128, N and K features.
-``ends`` as in ``groups``. Sums are in fp32; if SPLIT, after every 128 products.
+Codes are in fp8, or values in bf16. Dimensions: R rows, G groups, P rows where groups are padded
+to multiples of 128, N and K features. ``ends`` as in ``groups``. Sums are in fp32; if SPLIT, after
+every step along what is summed over.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .fp8 import ASSEMBLY
 
 
 @triton.jit
@@ -19,6 +22,8 @@ def load_codes(ptr, k, K, EVEN: tl.constexpr):
 @triton.jit
 def add_product(total, a, b, SPLIT: tl.constexpr):
     """``total + a b``."""
+    if not ASSEMBLY and a.dtype == tl.bfloat16:  # which the interpreter multiplies as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
     if SPLIT:
         total += tl.dot(a, b)
     else:

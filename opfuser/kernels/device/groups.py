@@ -45,7 +45,7 @@ def ends(sizes_ptr, ends_ptr, G, R, GROUPS: tl.constexpr, TILE_ROWS: tl.constexp
 def rows_of_tile(ends_ptr, tile_row, G, SIZE, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr):
     """A tile's group, G for none, rows of the first of its four tensors, and where they end."""
     if ends_ptr is None:
-        tiles = tl.cdiv(SIZE, TILE_ROWS)
+        tiles = tl.cdiv(SIZE, 128) * (128 // TILE_ROWS)
         group = tile_row // tiles
         first = group.to(tl.int64) * SIZE + (tile_row % tiles) * TILE_ROWS
         end = (group + 1).to(tl.int64) * SIZE

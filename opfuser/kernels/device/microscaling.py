@@ -2,7 +2,8 @@
 
 Dimensions: R rows, RP of them with padding, C columns; blocks of B values, 32 or 16; T tiles down
 a column. Scales are bytes in the order of ``microscaling_plain.swizzled``. What is None is left
-out.
+out. With GROUPS, rows are those of G groups as in ``groups``, of R rows each without ``ends``, and
+RP are those where each group is padded; codes by rows have no padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .fp8 import (
     in_row,
     inverse_of,
     largest_of_four,
+    load,
     load_four,
     pairs_of,
     place,
@@ -26,6 +28,7 @@ from .fp8 import (
     tile_cols,
     tile_rows,
 )
+from .groups import load_rows, rows_of_tile
 from .philox import philox
 
 SIXTH = tl.constexpr(0.1666666716337204)
@@ -56,11 +59,41 @@ def _spread(of_blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _store_scales(ptr, row, block, tiles, codes):
-    """Bytes of scales: those of some rows and blocks of a matrix with so many tiles in a row."""
+def _load_tile(
+    x_ptr, sources_ptr, ends_ptr, tile_row, R, G, x_stride, col, within,
+    GROUPS: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The four tensors of a tile in fp32, its group, rows of the first one, and where they end.
+
+    Rows are counted with padding; the last result is how much further they are than in memory.
+    """
+    row = tile_rows(tile_row, TILE_ROWS)
+    if GROUPS:
+        group, source, end = rows_of_tile(ends_ptr, tile_row, G, R, GROUPS, TILE_ROWS)
+        group = tl.minimum(group, G - 1)
+        v0, v1, v2, v3 = load_rows(x_ptr, sources_ptr, source, end, x_stride, col, within)
+        moved = row - source
+        end += moved
+    else:
+        group, end, moved = 0, R, 0
+        v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, within, EVEN)
+        v0, v1 = v0.to(tl.float32), v1.to(tl.float32)
+        v2, v3 = v2.to(tl.float32), v3.to(tl.float32)
+    return v0, v1, v2, v3, group, row, end, moved
+
+
+@triton.jit
+def _place_of_scales(row, block, tiles):
+    """Where scales are: those of some rows and blocks of a matrix with so many tiles in a row."""
     at = ((row // 128).to(tl.int64) * tiles + block // 4) * 512
-    at += row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-    tl.store(ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + at, codes, mask=block // 4 < tiles)
+    return at + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+@triton.jit
+def _store_scales(ptr, row, block, tiles, codes, within):
+    """Bytes of scales, of those rows that are ``within``."""
+    ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + _place_of_scales(row, block, tiles)
+    tl.store(ptr, codes, mask=(block // 4 < tiles) & within)
 
 
 @triton.jit
@@ -82,7 +115,7 @@ def _power(exponents):
 
 @triton.jit
 def _mxfp8_row(
-    ptr, scale_ptr, v, row, tile_col, col, C,
+    ptr, scale_ptr, v, row, stop, tile_col, col, C,
     E5M2: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of one of a tile's four tensors, by rows."""
@@ -90,30 +123,32 @@ def _mxfp8_row(
     cols: tl.constexpr = v.shape[1]
     exponents = _exponents(_largest_in(tl.abs(v), rows, cols // 32), E5M2)
     block = tile_col * (cols // 32) + tl.arange(0, cols // 32)[None, :]
-    _store_scales(scale_ptr, row, block, tl.cdiv(C, 128), exponents.to(tl.uint8))
+    _store_scales(scale_ptr, row, block, tl.cdiv(C, 128), exponents.to(tl.uint8), row < stop)
     scaled = v * _spread(_power(exponents), rows, cols)
-    store_row(ptr, row, C, col, col < C, scaled, E5M2, EVEN)
+    store_row(ptr, row, C, col, (row < stop) & (col < C), scaled, E5M2, EVEN)
 
 
 @triton.jit
 def mxfp8(
-    x_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, sums_ptr,
-    R, RP, C, x_stride,
-    E5M2: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, sources_ptr, ends_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, sums_ptr,
+    R, RP, C, x_stride, G,
+    E5M2: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes with a scale for each 32 neighbours, and sums of the tiles' columns (T, C)."""
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
-    row = tile_rows(tile_row, TILE_ROWS)
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
-    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+    v0, v1, v2, v3, _, row, end, moved = _load_tile(
+        x_ptr, sources_ptr, ends_ptr, tile_row, R, G, x_stride, col, col < C,
+        GROUPS, EVEN, TILE_ROWS,
+    )  # fmt: skip
     if rows_ptr is not None:
-        _mxfp8_row(rows_ptr, row_scale_ptr, v0, row, tile_col, col, C, E5M2, EVEN)
-        _mxfp8_row(rows_ptr, row_scale_ptr, v1, row + 1, tile_col, col, C, E5M2, EVEN)
-        _mxfp8_row(rows_ptr, row_scale_ptr, v2, row + 2, tile_col, col, C, E5M2, EVEN)
-        _mxfp8_row(rows_ptr, row_scale_ptr, v3, row + 3, tile_col, col, C, E5M2, EVEN)
+        own, stop = row - moved, end - moved if GROUPS else RP
+        _mxfp8_row(rows_ptr, row_scale_ptr, v0, own, stop, tile_col, col, C, E5M2, EVEN)
+        _mxfp8_row(rows_ptr, row_scale_ptr, v1, own + 1, stop, tile_col, col, C, E5M2, EVEN)
+        _mxfp8_row(rows_ptr, row_scale_ptr, v2, own + 2, stop, tile_col, col, C, E5M2, EVEN)
+        _mxfp8_row(rows_ptr, row_scale_ptr, v3, own + 3, stop, tile_col, col, C, E5M2, EVEN)
     if sums_ptr is not None:
         store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if cols_ptr is not None:
@@ -121,9 +156,9 @@ def mxfp8(
         sizes = largest_of_four(v0, v1, v2, v3)
         exponents = _exponents(_largest_in(sizes, blocks, TILE_COLS), E5M2)
         block = tile_row * blocks + tl.arange(0, blocks)[:, None]
-        _store_scales(col_scale_ptr, line[None, :], block, RP // 128, exponents.to(tl.uint8))
+        _store_scales(col_scale_ptr, line[None, :], block, RP // 128, exponents.to(tl.uint8), True)
         power = _spread(_power(exponents), TILE_ROWS // 4, TILE_COLS)
-        v0, v1, v2, v3 = four_times(v0, v1, v2, v3, power, row, R, EVEN)
+        v0, v1, v2, v3 = four_times(v0, v1, v2, v3, power, row, end, EVEN)
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, EVEN, TILE_ROWS)
 
@@ -207,15 +242,15 @@ def _block_scales(amax, inverse):
 
 
 @triton.jit
-def _store_tensor_scale(ptr, RP, blocks, inverse):
-    """The scale g behind those of so many blocks for each row, by one program."""
+def _store_tensor_scale(ptr, RP, blocks, inverse, at, GROUPS: tl.constexpr):
+    """The scale g behind those of so many blocks for each row; tiles of a group store the same."""
     ptr = ptr.to(tl.pointer_type(tl.float32), bitcast=True) + RP.to(tl.int64) * blocks // 4
-    tl.store(ptr, inverse_of(inverse), mask=tl.program_id(0) == 0)
+    tl.store(ptr + at, inverse_of(inverse), mask=(GROUPS > 0) | (tl.program_id(0) == 0))
 
 
 @triton.jit
 def _nvfp4_row(
-    ptr, scale_ptr, v, squares, bits, inverse, row, tile_col, R, C,
+    ptr, scale_ptr, v, squares, bits, inverse, row, end, stop, tile_col, C,
     SQUARES: tl.constexpr, DITHERS: tl.constexpr, CONVERTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of one of a tile's four tensors, by rows; or those of its squares' amax."""
@@ -225,17 +260,17 @@ def _nvfp4_row(
     codes, factor = _block_scales(amax, inverse)
     block = tile_col * (cols // 16) + tl.arange(0, cols // 16)[None, :]
     scales = _spread(codes, rows, cols // 16)
-    _store_scales(scale_ptr, row, block, tl.cdiv(C, 64), scales)
+    _store_scales(scale_ptr, row, block, tl.cdiv(C, 64), scales, row < stop)
     v = v * _spread(factor, rows, cols)
     if DITHERS:
         v = _dithered(v, bits >> 16)
     if not EVEN:
-        v = tl.where(row < R, v, 0.0)
+        v = tl.where(row < end, v, 0.0)
     first, second = tl.split(tl.reshape(v, (rows, cols // 2, 2)))
     pair = tile_col * (cols // 2) + tl.arange(0, cols // 2)[None, :]
     ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * (C // 2) + pair
     pairs = _fp4_pairs(first, second, CONVERTS)
-    tl.store(ptr, pairs, mask=None if EVEN else (row >= 0) & (pair < C // 2))
+    tl.store(ptr, pairs, mask=None if EVEN else (row < stop) & (pair < C // 2))
 
 
 @triton.jit
@@ -285,25 +320,29 @@ def _store_fours(ptr, line, C, tile_row, RP, fours, EVEN: tl.constexpr):
 
 @triton.jit
 def nvfp4(
-    x_ptr, amax_ptr, seed_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, sums_ptr,
-    R, RP, C, x_stride,
-    SIGNS: tl.constexpr, SQUARES: tl.constexpr, CONVERTS: tl.constexpr, EVEN: tl.constexpr,
+    x_ptr, sources_ptr, ends_ptr, amax_ptr, seed_ptr,
+    rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, sums_ptr,
+    R, ROWS, RP, C, x_stride, G, amax_stride,
+    SIGNS: tl.constexpr, SQUARES: tl.constexpr, CONVERTS: tl.constexpr, GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes with a scale for each 16 neighbours or 16 x 16, and sums of columns (T, C).
 
-    SIGNS: of the transform of columns, or 0 for none. With a seed, rounding is stochastic.
+    SIGNS: of the transform of columns, or 0 for none. With a seed, rounding is stochastic. Scales
+    by rows are those of ROWS rows. The amax of a group is at its number times amax_stride.
     """
     quarter: tl.constexpr = TILE_ROWS // 4
     blocks: tl.constexpr = TILE_ROWS // 16
     dithers: tl.constexpr = seed_ptr is not None
-    inverse = _encoding(tl.load(amax_ptr))
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
-    row = tile_rows(tile_row, TILE_ROWS)
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
-    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+    v0, v1, v2, v3, group, row, end, moved = _load_tile(
+        x_ptr, sources_ptr, ends_ptr, tile_row, R, G, x_stride, col, col < C,
+        GROUPS, EVEN, TILE_ROWS,
+    )  # fmt: skip
+    inverse = _encoding(tl.load(amax_ptr + group * amax_stride))
     b0, b1, b2, b3 = row, row, row, row  # without a seed they are not read
     if dithers:
         zero = tl.zeros((quarter, TILE_COLS), tl.uint32)
@@ -312,31 +351,36 @@ def nvfp4(
     if sums_ptr is not None:
         store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if rows_ptr is not None:
-        _store_tensor_scale(row_scale_ptr, RP, tl.cdiv(C, 64) * 4, inverse)
+        own, last = row - moved, end - moved
+        stop = last if GROUPS else RP
+        at = group * amax_stride
+        _store_tensor_scale(row_scale_ptr, ROWS, tl.cdiv(C, 64) * 4, inverse, at, GROUPS)
         squares = _largest_in(largest_of_four(v0, v1, v2, v3), blocks, TILE_COLS // 16)
         _nvfp4_row(
-            rows_ptr, row_scale_ptr, v0, squares, b0, inverse, row, tile_col, R, C,
+            rows_ptr, row_scale_ptr, v0, squares, b0, inverse, own, last, stop, tile_col, C,
             SQUARES, dithers, CONVERTS, EVEN,
         )  # fmt: skip
         _nvfp4_row(
-            rows_ptr, row_scale_ptr, v1, squares, b1, inverse, row + 1, tile_col, R, C,
+            rows_ptr, row_scale_ptr, v1, squares, b1, inverse, own + 1, last, stop, tile_col, C,
             SQUARES, dithers, CONVERTS, EVEN,
         )  # fmt: skip
         _nvfp4_row(
-            rows_ptr, row_scale_ptr, v2, squares, b2, inverse, row + 2, tile_col, R, C,
+            rows_ptr, row_scale_ptr, v2, squares, b2, inverse, own + 2, last, stop, tile_col, C,
             SQUARES, dithers, CONVERTS, EVEN,
         )  # fmt: skip
         _nvfp4_row(
-            rows_ptr, row_scale_ptr, v3, squares, b3, inverse, row + 3, tile_col, R, C,
+            rows_ptr, row_scale_ptr, v3, squares, b3, inverse, own + 3, last, stop, tile_col, C,
             SQUARES, dithers, CONVERTS, EVEN,
         )  # fmt: skip
     if cols_ptr is not None:
-        stop = R
+        stop = end
         if SIGNS:
             v0, v1, v2, v3 = _transformed(v0, v1, v2, v3, row, SIGNS)
             inverse = inverse * 0.25
-            stop = tl.cdiv(R, 16) * 16
-        _store_tensor_scale(col_scale_ptr, RP, tl.cdiv(C, 128) * 8, inverse)
+            stop = tl.cdiv(end, 16) * 16
+        _store_tensor_scale(
+            col_scale_ptr, RP, tl.cdiv(C, 128) * 8, inverse, group * amax_stride, GROUPS
+        )
         sizes = largest_of_four(v0, v1, v2, v3)
         if SQUARES:
             amax = _largest_in(sizes, blocks, TILE_COLS // 16)
@@ -345,7 +389,7 @@ def nvfp4(
         codes, factor = _block_scales(amax, inverse)
         block = tile_row * blocks + tl.arange(0, blocks)[:, None]
         codes = _spread(codes, blocks, TILE_COLS)
-        _store_scales(col_scale_ptr, line[None, :], block, RP // 64, codes)
+        _store_scales(col_scale_ptr, line[None, :], block, RP // 64, codes, True)
         factor = _spread(factor, quarter, TILE_COLS)
         if dithers:
             v0, v1 = _dithered(v0 * factor, b0 & 0xFFFF), _dithered(v1 * factor, b1 & 0xFFFF)
@@ -354,3 +398,62 @@ def nvfp4(
         v0, v1, v2, v3 = four_times(v0, v1, v2, v3, factor, row, stop, EVEN)
         fours = _fp4_fours(v0, v1, v2, v3, CONVERTS)
         _store_fours(cols_ptr, line, C, tile_row, RP, fours, EVEN)
+
+
+@triton.jit
+def _values_of_fp4(codes):
+    """What codes of E2M1 in the lower bits of uint8 stand for, in fp32."""
+    exponent, mantissa = ((codes >> 1) & 3).to(tl.int32), (codes & 1).to(tl.int32)
+    # The fields at their places in fp32, whose bias is larger by 126; codes below 2 are no powers.
+    value = ((exponent + 126 << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, value)
+    return tl.where((codes & 8) != 0, -value, value)
+
+
+@triton.jit
+def _values_of_fp8(codes, E5M2: tl.constexpr):
+    """What codes of FP8 in uint8 stand for, in fp32; casts of the interpreter lose NaN of E4M3."""
+    if E5M2:  # the upper half of fp16
+        values = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        # The fields at their places in fp32, whose bias is larger by 120.
+        size = codes & 0x7F
+        values = (size.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        values = tl.where(size == 0x7F, float("nan"), values)
+        values = tl.where((codes & 0x80) != 0, -values, values)
+    return values
+
+
+@triton.jit
+def decode(
+    codes_ptr, scale_ptr, y_ptr, M, K, stride,
+    FP4: tl.constexpr, E5M2: tl.constexpr, EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    """Values of codes (M, K), of NVFP4 (M, K / 2) bytes, in bf16; without scales of tensors.
+
+    Rows of codes are ``stride`` bytes apart.
+    """
+    row = (tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)[:, None]
+    col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)[None, :]
+    size: tl.constexpr = 16 if FP4 else 32
+    blocks: tl.constexpr = TILE_COLS // size
+    block = tl.program_id(1) * blocks + tl.arange(0, blocks)[None, :]
+    at = _place_of_scales(row, block, tl.cdiv(K, 4 * size))
+    scales = load(scale_ptr + at, (row < M) & (block < K // size), EVEN)
+    if FP4:
+        pair = tl.program_id(1) * (TILE_COLS // 2) + tl.arange(0, TILE_COLS // 2)[None, :]
+        inside = (row < M) & (pair < K // 2)
+        pairs = load(codes_ptr + row * stride + pair, inside, EVEN)
+        values = tl.join(_values_of_fp4(pairs & 15), _values_of_fp4(pairs >> 4))
+        values = tl.reshape(values, (TILE_ROWS, TILE_COLS))
+        factors = _values_of_fp8(scales, False)
+    else:
+        codes = load(codes_ptr + row * stride + col, (row < M) & (col < K), EVEN)
+        values = _values_of_fp8(codes, E5M2)
+        bits = tl.maximum(scales.to(tl.int32) << 23, 0x00400000)  # 2^-127 has no exponent
+        factors = tl.where(scales == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    values *= _spread(factors, TILE_ROWS, TILE_COLS)
+    # What is cut off is 0 but for the smallest, of which the interpreter's cast makes others.
+    upper = (values.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(y_ptr + row * K + col, upper, mask=None if EVEN else (row < M) & (col < K))

@@ -332,6 +332,38 @@ def test_products_of_vectors(
         assert_product(dw[g], left, right, dtype)
 
 
+@each_routing
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_of_values_in_bf16(
+    sizes: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Products of bf16 are exact in fp32, in which they are added up; scales follow."""
+    n, k, count, ends = 48, 80, len(sizes), ends_of(sizes, device)
+    bf16 = torch.bfloat16
+    rows, padded = sum(sizes), bounds(sizes)[-1][1].stop
+    x, w = matrix(rows, k, device, bf16), matrix(count * n, k, device, bf16).view(count, n, k)
+    of_x, of_w = torch.rand(rows, device=device), torch.rand(count, n, device=device)
+    y = rows_by_matrices(x, w, of_x, of_w, ends, dtype, split=True)
+    left, right = matrix(n, padded, device, bf16), matrix(k, padded, device, bf16)
+    of_left, of_right = torch.rand(count * n, device=device), torch.rand(count * k, device=device)
+    dw = columns_by_columns(left, right, of_left, of_right, ends, dtype, split=True)
+    # Tensor cores cut off what their sums have no bits for.
+    eps = max(torch.finfo(dtype).eps, 2**-18 if x.is_cuda else 2**-21)
+    for g, (at, of_cols) in enumerate(bounds(sizes)):
+        pairs = (
+            (y[at], of_rows(x[at], of_x[at]), of_rows(w[g], of_w[g])),
+            (
+                dw[g],
+                of_rows(left[:, of_cols], of_left.view(count, n)[g]),
+                of_rows(right[:, of_cols], of_right.view(count, k)[g]),
+            ),
+        )
+        for got, a, b in pairs:
+            want = a.values() @ b.values().t()
+            allowed = eps * (want.abs().max().item() if want.numel() else 1.0)
+            torch.testing.assert_close(got.cpu().double(), want, rtol=eps, atol=allowed)
+
+
 @each_routing_with("squares", False, True)
 def test_products_of_blocks(sizes: list[int], squares: bool, device: torch.device) -> None:
     n, k, count, dtype = 128, 384, len(sizes), torch.float32

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels.microscaling import quantize_mxfp8, quantize_nvfp4
+from opfuser.kernels.groups import Grouped, group_ends
+from opfuser.kernels.microscaling import decode, quantize_mxfp8, quantize_nvfp4
 from opfuser.kernels.microscaling_plain import (
     E8M0,
     FP4,
@@ -17,12 +19,14 @@ from opfuser.kernels.microscaling_plain import (
     TRANSFORM,
     mxfp8_plain,
     nvfp4_plain,
+    swizzled,
     tensor_scale,
     values_of,
 )
 from opfuser.kernels.quantize import Codes, amax_of
 from tests.kernels.activations import LAYOUTS, tensor
 from tests.kernels.codes import E4M3, E5M2, NAN_CODE, TOP, assert_codes, expected, padded
+from tests.kernels.numerics.test_groups import bounds
 
 INF, NAN = math.inf, math.nan
 GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -144,7 +148,11 @@ def check_nvfp4(x: Tensor, made: Codes, amax: float, squares: bool = False) -> N
         nan = (found & NAN_CODE) == NAN_CODE
         assert torch.equal(torch.where(nan, NAN_CODE, found), want), name
         torch.testing.assert_close(
-            tensor_scale(scales.cpu()), torch.tensor([g]), rtol=0, atol=0, equal_nan=True
+            tensor_scale(codes.cpu(), scales.cpu()),
+            torch.tensor([g]),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
         )
         bits = nearest((blocks * factor.unsqueeze(2)).flatten(1))
         bits[in_padding(name, bits.shape, x.shape[0])] = 0
@@ -284,6 +292,155 @@ def test_columns_are_transformed(rows: int, device: torch.device) -> None:
     check_nvfp4(exact[:used], Codes(None, None, made.cols, made.col_scale, None), 4 * amax.item())
 
 
+ROUTINGS = [5, 0, 130, 1], [128, 256, 7], [0, 0, 33], [0, 0]
+FORMATS: dict[str, dict[str, Any]] = {
+    "mxfp8": {},
+    "nvfp4": {"amax": None},
+    "nvfp4, squares": {"amax": None, "squares": True},
+    "nvfp4, transformed": {"amax": None, "transform": True},
+    "nvfp4, at random": {"amax": None, "transform": True, "seed": True},
+}
+
+
+def of_groups(
+    x: Tensor, name: str, *, plain: bool = False, amax: Tensor | None = None, **how: Any
+) -> Codes:
+    """Both layouts of x in a format, by the kernel, or in plain torch."""
+    own = FORMATS[name]
+    if "amax" not in own:
+        if plain:
+            return mxfp8_plain(x, E4M3, True, True, False, **how)
+        return quantize_mxfp8(x, E4M3, rows=True, cols=True, **how)
+    amax = amax_of(x) if amax is None else amax
+    seed = torch.tensor([2**40 + 3], device=x.device) if "seed" in own else None
+    squares, transform = own.get("squares", False), own.get("transform", False)
+    if plain:
+        return nvfp4_plain(x, amax, True, True, squares, transform, seed, False, **how)
+    how |= {"squares": squares, "transform": transform, "seed": seed}
+    return quantize_nvfp4(x, amax, rows=True, cols=True, **how)
+
+
+def bytes_of(codes: Tensor) -> Tensor:
+    """Without the sign of zeros: a transform makes -0 of rows that are not there."""
+    found = unpacked(codes) if codes.dtype == FP4 else codes.cpu().view(torch.uint8)
+    return torch.where(found == 8, 0, found) if codes.dtype == FP4 else found
+
+
+def by_block(codes: Tensor, scale: Tensor) -> Tensor:
+    """Bytes of scales by row and block, of as many rows as there are codes."""
+    is_fp4 = codes.dtype == FP4
+    rows, blocks = codes.shape[0], codes.shape[1] // (8 if is_fp4 else 32)
+    count = -(-rows // 128) * -(-blocks // 4) * 512
+    bytes_ = scale.cpu().view(torch.uint8)[:count]
+    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
+    at = 512 * (row // 128 * -(-blocks // 4) + block // 4)
+    return bytes_[at + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+
+
+def assert_part(
+    got: tuple[Tensor, Tensor], rows: slice, columns: slice, want: tuple[Tensor, Tensor]
+) -> None:
+    """Codes and scales of a part of a matrix are the first ones of another."""
+    block = 16 if got[0].dtype == FP4 else 32
+    blocks = slice(columns.start // block, columns.stop // block)
+    for own, other in (
+        (bytes_of(got[0])[rows, columns], bytes_of(want[0])),
+        (by_block(*got)[rows, blocks], by_block(*want)),
+    ):
+        assert torch.equal(own, other[: own.shape[0], : own.shape[1]])
+
+
+@pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
+@pytest.mark.parametrize(("name", "features"), [*zip(FORMATS, (160, 96, 32, 160, 128))])
+def test_groups_are_quantised_as_if_each_were_alone(
+    name: str, features: int, sizes: list[int], device: torch.device
+) -> None:
+    """No block spans two, and nobody's rows behind the last have a part in any."""
+    rows, whole = sum(sizes), slice(0, features)
+    x = uneven(rows + 9, features, torch.bfloat16, device)
+    amax = amax_of(x[:rows])
+    x[rows:] = NAN
+    grouped = Grouped(len(sizes), group_ends(torch.tensor(sizes, device=device), len(x)))
+    made = of_groups(x, name, amax=amax, groups=grouped)
+    by_rows, by_cols = (made.rows, made.row_scale), (made.cols, made.col_scale)
+    assert made.rows.shape[0] == len(x)
+    for own, at in bounds(sizes):
+        if "random" in name:
+            continue  # random numbers are those of where a row is with padding
+        alone = of_groups(x[own], name, amax=amax)
+        filled = slice(at.start, at.start + -(-(own.stop - own.start) // 128) * 128)
+        assert_part(by_rows, own, whole, (alone.rows, alone.row_scale))
+        assert_part(by_cols, whole, filled, (alone.cols, alone.col_scale))
+    twin = of_groups(x, name, plain=True, amax=amax, groups=grouped)
+    assert [t.shape for t in made[2:4]] == [t.shape for t in twin[2:4]]
+    assert_part(by_rows, slice(0, rows), whole, (twin.rows, twin.row_scale))
+    used = slice(0, bounds(sizes)[-1][1].stop)
+    assert_part(by_cols, whole, used, (twin.cols, twin.col_scale))
+
+
+@pytest.mark.parametrize("rows", [32, 128, 160])
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrices_of_one_size_have_scales_of_their_own(
+    name: str, rows: int, device: torch.device
+) -> None:
+    """Weights of all groups, one below the other."""
+    count, features = 3, 96
+    x = uneven(count * rows, features, torch.bfloat16, device)
+    amax = x.float().abs().view(count, -1).amax(1)
+    made = of_groups(x, name, amax=amax, groups=Grouped(count))
+    twin = of_groups(x, name, plain=True, amax=amax, groups=Grouped(count))
+    for own, other in zip(made[:4:2], twin[:4:2], strict=True):
+        assert torch.equal(bytes_of(own), bytes_of(other))
+    padded_rows, whole = -(-rows // 128) * 128, slice(0, features)
+    assert bytes_of(made.cols).shape[1] == count * padded_rows
+    alone = [of_groups(part, name) for part in x.split(rows)]
+    for g, one in enumerate(alone):
+        if "random" in name:
+            continue
+        own, at = slice(g * rows, (g + 1) * rows), slice(g * padded_rows, (g + 1) * padded_rows)
+        assert_part((made.rows, made.row_scale), own, whole, (one.rows, one.row_scale))
+        assert_part((made.cols, made.col_scale), whole, at, (one.cols, one.col_scale))
+    if name != "mxfp8":
+        want = torch.cat([tensor_scale(one.rows, one.row_scale) for one in alone])
+        assert tensor_scale(made.rows, made.row_scale).tolist() == want.tolist()
+        want = torch.cat([tensor_scale(one.cols, one.col_scale) for one in alone])
+        assert tensor_scale(made.cols, made.col_scale).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=str)
+def test_values_of_every_code(dtype: torch.dtype, device: torch.device) -> None:
+    """By the definition of the formats, exactly; with scales from end to end."""
+    small = dtype == FP4
+    steps = torch.arange(80 if small else 224) + 32 * torch.arange(40)[:, None]
+    patterns = (steps % 256).to(torch.uint8)
+    codes = patterns.to(device).view(dtype)
+    values = values_of_bytes(patterns) if small else patterns.view(dtype).double()
+    blocks = values.shape[1] // (16 if small else 32)
+    bytes_ = torch.randint(0, 127 if small else 255, (40, blocks), dtype=torch.uint8)
+    bytes_[0], bytes_[1, 0] = 0, 0x7F if small else 0xFF
+    scale = torch.cat((swizzled(bytes_, 0), torch.zeros(TAIL if small else 0, dtype=torch.uint8)))
+    scale = scale.to(device).view(E4M3 if small else E8M0)
+    got = decode(codes, scale)
+    assert (got.dtype, got.shape) == (torch.bfloat16, values.shape)
+    factors = bytes_.view(E4M3).double() if small else torch.exp2(bytes_.double() - 127)
+    if not small:
+        factors[1, 0] = NAN
+    want = values * factors.repeat_interleave(16 if small else 32, 1)
+    # What bf16 has a number for; below that it is rounded, and above no code of a value is.
+    fits = ((want.abs() >= 2.0**-126) & (want.abs() < 2.0**128)) | (want == 0) | want.isnan()
+    assert fits.double().mean() > 0.8
+    got = got.cpu().double()
+    torch.testing.assert_close(got[fits], want[fits], rtol=0, atol=0, equal_nan=True)
+    tiny = want.abs() < 2.0**-126
+    torch.testing.assert_close(got[tiny], want[tiny], rtol=0, atol=2.0**-133)
+
+
+def values_of_bytes(packed: Tensor) -> Tensor:
+    grid = torch.tensor(GRID, dtype=torch.float64)
+    nibbles = torch.stack((packed & 15, packed >> 4), 2).flatten(1).long()
+    return grid[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+
+
 def test_a_transform_leaves_products_as_they_are() -> None:
     h = hadamard()
     torch.testing.assert_close(h @ h.t(), torch.eye(16, dtype=torch.float64))
@@ -368,8 +525,8 @@ def test_codes_of_padding_are_0_where_nothing_is_finite(
     )  # fmt: skip
     assert not unpacked(made.rows)[130:].count_nonzero()
     assert not unpacked(made.cols)[:, 144:].count_nonzero()
-    assert tensor_scale(made.row_scale).isnan().all()
-    assert tensor_scale(made.col_scale).isnan().all()
+    assert tensor_scale(made.rows, made.row_scale).isnan().all()
+    assert tensor_scale(made.cols, made.col_scale).isnan().all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -403,7 +560,7 @@ def test_no_rows(device: torch.device) -> None:
         x, amax_of(x), rows=True, cols=True, transform=True, seed=seed, column_sum=True
     )
     assert [tuple(t.shape) for t in made] == [(0, 32), (TAIL,), (64, 0), (TAIL,), (64,)]
-    assert tensor_scale(made.row_scale).tolist() == [1.0]
+    assert tensor_scale(made.rows, made.row_scale).tolist() == [1.0]
 
 
 def test_columns_that_do_not_fill_blocks_are_refused(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from opfuser.kernels.groups import GroupScaling, VectorScaling, maxima_of_groups
 from opfuser.kernels.quantize import BlockScaling, MeasuredScaling, TensorScaling
 from tests.kernels.shipping import Family, Shipped, empty
 
-FP32, INT32 = torch.float32, torch.int32
+FP32, BF16, INT32 = torch.float32, torch.bfloat16, torch.int32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHIPPED = Family()
 
@@ -100,11 +100,13 @@ def ship_products(rows: int, groups: int, k: int, n: int) -> None:
         ("vectors", FP32, True, E5M2),
         ("blocks", torch.bfloat16, True, E4M3),
         ("squares", torch.bfloat16, True, E4M3),
+        ("values", torch.bfloat16, True, BF16),
+        ("values", FP32, True, BF16),
     ):
-        blocks = kind != "vectors"
+        blocks, right_type = kind in ("blocks", "squares"), BF16 if left == BF16 else E4M3
         if blocks and (k % 128 or n % 128):
             continue
-        a, b = empty(rows, k, dtype=left), empty(groups, n, k, dtype=E4M3)
+        a, b = empty(rows, k, dtype=left), empty(groups, n, k, dtype=right_type)
         a_scale = empty(k // 128, rows, dtype=FP32) if blocks else empty(rows, dtype=FP32)
         b_scale = (
             empty(groups, n // 128, k // 128, dtype=FP32)
@@ -118,7 +120,7 @@ def ship_products(rows: int, groups: int, k: int, n: int) -> None:
         scales: Any = {"a_scale": a_scale, "b_scale": b_scale}
         forward = partial(rows_by_matrices, a, b=b, **scales, **given)
         SHIPPED[name] = Shipped(forward, traffic(a, b, a_scale, b_scale, y))
-        left_codes, right = empty(n, padded, dtype=left), empty(k, padded, dtype=E4M3)
+        left_codes, right = empty(n, padded, dtype=left), empty(k, padded, dtype=right_type)
         if blocks:
             a_scale = empty(padded // 128, n, dtype=FP32)
             b_scale = empty(padded // 128, k, dtype=FP32)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from opfuser.kernels import microscaling
-from opfuser.kernels.microscaling import quantize_mxfp8, quantize_nvfp4
+from opfuser.kernels.groups import Grouped
+from opfuser.kernels.microscaling import decode, quantize_mxfp8, quantize_nvfp4
 from tests.kernels.shipping import Family, empty
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def nvfp4(x: Tensor, *, converts: bool, stochastic: bool = False, **how: bool) -> object:
+def nvfp4(
+    x: Tensor, *, converts: bool, stochastic: bool = False, scales: int = 1, **how: Any
+) -> object:
     """As on GPUs that convert to 4 bits, or as on others."""
     seed = empty(1, dtype=torch.int64) if stochastic else None
     with mock.patch.object(microscaling, "has_fp4", return_value=converts):
-        return quantize_nvfp4(x, empty(1, dtype=FP32), seed=seed, **how)
+        return quantize_nvfp4(x, empty(scales, dtype=FP32), seed=seed, **how)
 
 
 SHIPPED = Family()
@@ -58,3 +62,29 @@ for rows, cols, source in (
             ("nearest", 1 + 2 * nv, both),
         ):
             SHIPPED.ship(f"nvfp4 {size} {name} {where}", passes, nvfp4, x, converts=converts, **how)
+
+# Of a balanced mixture of 128 experts, and weights of these.
+for rows, cols, uniform, source in ((131072, 2048, False, BF16), (128 * 1536, 2080, True, FP32)):
+    x = empty(rows, cols, dtype=source)
+    ends = None if uniform else empty(2, 128, dtype=torch.int32)
+    size = f"{rows} in 128 x {cols} {source}"
+    groups: dict[str, Any] = {"groups": Grouped(128, ends), "rows": True, "cols": True}
+    padded = 1 if uniform else 1 + 128 * 128 / rows
+    # Scales by columns are those of columns up to a multiple of 128.
+    mx, nv = ((1 + padded) * n / source.itemsize + 0.01 for n in (1 + 1 / 32, 1 / 2 + 1 / 16))
+    SHIPPED.ship(f"mxfp8 {size}", 1 + mx, quantize_mxfp8, x, dtype=E4M3, **groups)
+    for converts in (True, False):
+        where = "sm_100" if converts else "elsewhere"
+        how = {"squares": True, "scales": 128} if uniform else gradient
+        SHIPPED.ship(f"nvfp4 {size} {where}", 1 + nv, nvfp4, x, converts=converts, **how, **groups)
+    for dtype, block, name in (
+        (E4M3, 32, "e4m3"),
+        (E5M2, 32, "e5m2"),
+        (microscaling.FP4, 16, "e2m1"),
+    ):
+        packed = 2 if block == 16 else 1
+        codes = empty(rows, cols // packed, dtype=dtype)
+        scale = empty(rows * -(-cols // 128) * 128 // block + 4 * (packed - 1), dtype=E4M3)
+        scale = scale if block == 16 else scale.view(microscaling.E8M0)
+        passes = 1 + 2 * packed + 1.03 * packed / block
+        SHIPPED.ship(f"decode {size} {name}", passes, decode, codes, scale=scale)
