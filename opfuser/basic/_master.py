@@ -240,7 +240,7 @@ class _Sample:
         self.is_on_host = self._noted.device.type in _COMPARED_AT_ONCE
         self._found = torch.zeros_like(self._noted, dtype=torch.bool)
         self._told = torch.zeros(
-            self._found.shape, dtype=torch.bool, pin_memory=self._noted.is_cuda
+            self._found.shape, dtype=torch.bool, device="cpu", pin_memory=self._noted.is_cuda
         )
 
     def note(self) -> None:

@@ -39,8 +39,8 @@ def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int,
 
 
 # Counting itself holds references, whose number differs between versions of Python.
-_ALONE = _counts([torch.empty(1)], 0)
-_VIEW = torch.empty(1).view(1)
+_ALONE = _counts([torch.empty(1, device="cpu")], 0)
+_VIEW = torch.empty(1, device="cpu").view(1)
 _WITH_ONE_VIEW = _counts([_VIEW._base], 0)
 
 

@@ -105,8 +105,8 @@ def _made(device: torch.device, operations: Sequence[KeptScales]) -> _Table:
     return _Table(
         tuple(operations),
         _stream(device),
-        _on(device, torch.tensor(addresses, dtype=torch.int64)),
-        _on(device, torch.tensor(numbers, dtype=torch.float32)),
+        _on(device, torch.tensor(addresses, dtype=torch.int64, device="cpu")),
+        _on(device, torch.tensor(numbers, dtype=torch.float32, device="cpu")),
     )
 
 

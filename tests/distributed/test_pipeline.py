@@ -294,9 +294,11 @@ def states_of(*modules: nn.Module) -> dict[str, Tensor]:
 def batch_in_fp8(step: int) -> tuple[Tensor, Tensor]:
     """Of values that grow and shrink from step to step, and from micro-batch to micro-batch."""
     generator = torch.Generator().manual_seed(step)
-    x, target = torch.randn(2, 2 * MICROBATCHES, 5, IN_FP8.dim, generator=generator)
-    sizes = 2 ** torch.randn(2 * MICROBATCHES, 1, 1, generator=generator)
-    return x * sizes, target * sizes
+    of_host: Any = {"generator": generator, "device": "cpu"}
+    x, target = torch.randn(2, 2 * MICROBATCHES, 5, IN_FP8.dim, **of_host)
+    sizes = 2 ** torch.randn(2 * MICROBATCHES, 1, 1, **of_host)
+    device = torch.get_default_device()
+    return (x * sizes).to(device), (target * sizes).to(device)
 
 
 def squared_error(y: Tensor, target: Tensor) -> Tensor:
@@ -346,7 +348,7 @@ def trains_in_fp8(kind: Any, numbers: list[list[int]], recipe: str, rank: int) -
     # Told its shapes, a stage is not called with whatever memory holds to learn them.
     hidden = torch.empty(2, 5, IN_FP8.dim, requires_grad=True)
     stages = [
-        PipelineStage(modules[n], n, count, torch.device("cpu"), hidden, hidden)
+        PipelineStage(modules[n], n, count, torch.get_default_device(), hidden, hidden)
         for n in numbers[rank]
     ]
     schedule = kind(stages if count > RANKS else stages[0], MICROBATCHES, loss_fn=squared_error)
