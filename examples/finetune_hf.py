@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters alone")
     parser.add_argument("--recipe", choices=RECIPES, help="of the GEMMs in FP8")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--steps", type=int, default=200, help="of the optimiser")
+    parser.add_argument("--steps", type=int, default=200, help="of the optimizer")
     parser.add_argument("--batch", type=int, default=4, help="rows per step")
     parser.add_argument("--length", type=int, default=256, help="tokens per row")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
@@ -92,7 +92,7 @@ class FineTuning(transformers.Trainer):
 
     Args:
         folder: where metrics go.
-        recipe: of quantised compute, if any.
+        recipe: of quantized compute, if any.
         arguments: of Trainer.
     """
 

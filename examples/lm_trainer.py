@@ -27,7 +27,7 @@ def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any
 class TrainConfig:
     """All that determines a run; every field is an option of the command line."""
 
-    steps: int = option(800, "optimiser steps")
+    steps: int = option(800, "optimizer steps")
     batch: int = option(8, "sequences per step")
     sequence: int = option(256, "bytes per sequence")
     dim: int = option(128, "features of a token")
@@ -102,7 +102,7 @@ class Probe(NamedTuple):
 
 
 class Trainer:
-    """One model, its optimiser and its folder; the same for opfuser and for the twin.
+    """One model, its optimizer and its folder; the same for opfuser and for the twin.
 
     Attributes:
         listeners: are told of each step: its metrics, ``tokens_per_second`` and ``saved_bytes``;
@@ -172,7 +172,7 @@ class Trainer:
         return requested
 
     def update(self, first: bool) -> dict[str, float]:
-        """Runs one step of the optimiser; returns its metrics."""
+        """Runs one step of the optimizer; returns its metrics."""
         lr = self.config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

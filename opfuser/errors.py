@@ -43,10 +43,10 @@ def counted(count: int, noun: str) -> str:
 
 
 def choose_among(name: str, known: Iterable[str]) -> str:
-    """A remedy that lists the known names close to a misspelt one, or all; empty without any.
+    """A remedy that lists the known names close to a misspelled one, or all; empty without any.
 
     Args:
-        name: misspelt.
+        name: misspelled.
         known: the names that there are.
     """
     names = sorted(known)
@@ -146,7 +146,7 @@ class OpKwargsError(OpfuserError, ValueError):
 
 
 class QuantizedWeightError(OpfuserError, RuntimeError):
-    """A weight changed while its quantised form was kept."""
+    """A weight changed while its quantized form was kept."""
 
 
 class RecomputationError(OpfuserError, RuntimeError):

@@ -94,7 +94,7 @@ class OperationFuser(TracedCalls):
     Raises:
         ArgumentTypeError: an input or extra input is no tensor.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
-        NotSupportedError: torch.compile traces a call that computes quantised.
+        NotSupportedError: torch.compile traces a call that computes quantized.
     """
 
     forward_fusion_functions = _FusionFunctions("forward")
@@ -378,7 +378,7 @@ class OperationFuser(TracedCalls):
         return local_values(self._local)
 
     def _fake_parameters(self) -> list[Tensor]:
-        """As :meth:`_read_parameters`, with parametrised ones computed by :func:`fake_value`."""
+        """As :meth:`_read_parameters`, with parametrized ones computed by :func:`fake_value`."""
         return [
             fake_value(module, name)
             if name not in module._parameters and parametrize.is_parametrized(module, name)

@@ -81,7 +81,7 @@ class Requires:
         device: device type the fusion is for, such as ``"cuda"``; None for any.
         min_capability: lowest compute capability as major * 10 + minor, such as 90.
         package: a package that must be importable.
-        recipe: whether a recipe of quantised compute must be active.
+        recipe: whether a recipe of quantized compute must be active.
     """
 
     device: str | None = None
@@ -102,7 +102,7 @@ class Requires:
         if self.package is not None and not installed(self.package):
             return Refusal("MISSING_PACKAGE", f"needs the package {self.package}")
         if self.recipe and env.recipe is None:
-            return Refusal("NO_RECIPE", "no recipe of quantised compute is active")
+            return Refusal("NO_RECIPE", "no recipe of quantized compute is active")
         return None
 
 
@@ -118,7 +118,7 @@ class Env:
         autocast_dtype: dtype of the active autocast region, or None.
         grad_enabled: whether grad mode is on.
         needs_backward: for each basic operation, whether its backward will run.
-        recipe: of quantised compute, or None.
+        recipe: of quantized compute, or None.
     """
 
     device: torch.device

@@ -46,7 +46,7 @@ def apply(
     As :func:`opfuser.apply`, with an example where none is given: a small batch of the tokens or
     images that the configuration describes, on the model's device. There is none, and the report
     says of modules that they were not called yet, if a call of the model could be noticed or take
-    long: where modules have hooks, where parameters are sharded, quantised or on several devices,
+    long: where modules have hooks, where parameters are sharded, quantized or on several devices,
     and for more than two billion of them on a CPU; nor if the model refuses it.
 
     Args:

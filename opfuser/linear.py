@@ -26,7 +26,7 @@ class Linear(LinearCompound):
 
     A compound: it stands for the basic operations in ``basic_ops`` and owns their parameters
     ``weight`` and ``bias``. A parameter set on it or on one of these is set for both. The weight is
-    initialised as in ``torch.nn.Linear``, the bias to zero. Checkpoints of ``torch.nn.Linear`` and
+    initialized as in ``torch.nn.Linear``, the bias to zero. Checkpoints of ``torch.nn.Linear`` and
     of te.ops load.
 
     Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``,
@@ -181,7 +181,7 @@ class Linear(LinearCompound):
         return any(isinstance(part, Bias) for part in self.basic_ops)
 
     def reset_parameters(self) -> None:
-        """Initialises weight and bias again, e.g. after ``to_empty``."""
+        """Initializes weight and bias again, e.g. after ``to_empty``."""
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()

@@ -39,10 +39,10 @@ class MergedLinear(LinearCompound):
     ``accumulate_into_main_grad``, ``accumulate_into_grad``, or if some weights are frozen, it is
     one GEMM for each that is not. Moves and casts keep merged storages merged; copies do not.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) the weights are quantised as the
+    In a region of quantized compute (:class:`opfuser.autocast`) the weights are quantized as the
     one matrix [W_i] (Σ out_features, in_features), with a common scale or common blocks, in one
     GEMM. Where they do not lie one behind another, they are copied together at every call. Within
-    :func:`opfuser.keep_quantized_weights` they are quantised at every call all the same, and
+    :func:`opfuser.keep_quantized_weights` they are quantized at every call all the same, and
     :func:`opfuser.quantized_model_init` leaves them in high precision.
 
     With ``tensor_parallel`` every rank has a slice of the rows of each weight, and so of each
@@ -147,7 +147,7 @@ class MergedLinear(LinearCompound):
 
         Raises:
             ArgumentError: no modules, other modules than ``torch.nn.Linear``, modules with hooks or
-                parametrisations, different sizes of the input, different dtypes.
+                parametrizations, different sizes of the input, different dtypes.
         """
         made = {name: Projection.of(module, cls.__name__) for name, module in modules.items()}
         kinds = {(p.in_features, p.weight.dtype, p.weight.device) for p in made.values()}
@@ -292,7 +292,7 @@ class MergedLinear(LinearCompound):
         return torch.cat([module(input) for module in self.projections().values()], -1)
 
     def reset_parameters(self) -> None:
-        """Initialises weights and biases again, e.g. after ``to_empty``."""
+        """Initializes weights and biases again, e.g. after ``to_empty``."""
         for module in self.projections().values():
             module.reset_parameters()  # type: ignore[operator]
 

@@ -79,7 +79,7 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
             ``attention.cache.extended``; a sequence can then have the cache store after all else.
         takes_keywords: whether a forward may be given keywords at all; without, they are refused
             before it runs.
-        takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
+        takes_part_in_recipes: whether it has GEMMs that a recipe of quantized compute is about.
         Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
             the contract between every forward (fused or not) and every backward of this operation.
     """
@@ -91,7 +91,7 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
             self.reset_recipe_state()
 
     def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
-        """Forgets the scales of quantised compute: they begin anew at the next call.
+        """Forgets the scales of quantized compute: they begin anew at the next call.
 
         Args:
             recipe: of calls to come, whose state is made at once; see

@@ -27,16 +27,16 @@ _Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 class MasterWeights(Optimizer):
     """Runs any torch optimizer on fp32 copies of parameters of lower precision.
 
-    Each step takes the gradients of the model's parameters, has the optimiser update the copies
+    Each step takes the gradients of the model's parameters, has the optimizer update the copies
     (the master weights of Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740), and
     rounds these to the parameters: to FP8 with scales from the largest values of now, where a
     linear operation was constructed within :func:`opfuser.quantized_model_init`. Parameters in fp32
-    and fp64 are optimised themselves, and so are complex ones.
+    and fp64 are optimized themselves, and so are complex ones.
 
-    Used as the optimiser itself: by schedulers, ``torch.amp.GradScaler``,
+    Used as the optimizer itself: by schedulers, ``torch.amp.GradScaler``,
     ``torch.distributed.checkpoint`` and ``clip_grad_norm_(model.parameters(), ...)``; it is copied,
     pickled and hooked as others are. ``param_groups`` have the model's parameters, and ``state`` is
-    keyed by them: what the optimiser keeps for each, and the copy as ``"master_param"``. The next
+    keyed by them: what the optimizer keeps for each, and the copy as ``"master_param"``. The next
     step follows what is changed there. ``optimizer`` is the one that updates the copies.
 
     The state of a parameter begins with its first update, and the copy with the value that the
@@ -64,10 +64,10 @@ class MasterWeights(Optimizer):
     the parameter's own dtype, zeros, to have the state made.
 
     Args:
-        model: has all weights in FP8 that are to be optimised. As of any optimiser, its parameters
+        model: has all weights in FP8 that are to be optimized. As of any optimizer, its parameters
             stay the same objects: make it after ``to_empty`` and ``load_state_dict(assign=True)``.
         optimizer_class: as ``torch.optim.AdamW``.
-        params: parameters or groups of them, as optimisers take them; None is all of the model.
+        params: parameters or groups of them, as optimizers take them; None is all of the model.
         arguments: of ``optimizer_class``.
 
     Raises:
@@ -120,7 +120,7 @@ class MasterWeights(Optimizer):
                 "Parameters have values, which masters begin with",
                 where="MasterWeights",
                 received=f"{received} on the meta device",
-                remedy="Materialise the model first: to_empty replaces its parameters",
+                remedy="Materialize the model first: to_empty replaces its parameters",
             )
         if is_fp8(param.dtype) and param not in self._linears:
             raise ArgumentError.explained(
@@ -145,7 +145,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _masters_were_made(self) -> None:
-        """Takes over what the inner optimiser has made for new masters, besides what was lent."""
+        """Takes over what the inner optimizer has made for new masters, besides what was lent."""
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             self._refuse_derivatives()
         self._of_master = {pair.master: pair for pair in self._pairs.values()}
@@ -176,7 +176,7 @@ class MasterWeights(Optimizer):
             theirs.update((key, value) for key, value in ours.items() if key != "params")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimiser; the parameters get masters."""
+        """As of any optimizer; the parameters get masters."""
         super().add_param_group(param_group)
         if "optimizer" not in self.__dict__:
             return
@@ -195,7 +195,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates masters and parameters; ``closure`` as of the optimiser."""
+        """Updates masters and parameters; ``closure`` as of the optimizer."""
         self._check_groups()
         self._check_weights()
         self._refuse_scaler()
@@ -227,17 +227,17 @@ class MasterWeights(Optimizer):
                 where="MasterWeights",
                 received=f"{len(given - self._pairs.keys())} that are new and"
                 f" {len(self._pairs.keys() - given)} that are gone",
-                remedy="Make another optimiser and load the state dict of this one",
+                remedy="Make another optimizer and load the state dict of this one",
             )
 
     def _check_weights(self) -> None:
         for pair in self._pairs.values():
             if pair.is_replaced():
                 raise MasterWeightError.explained(
-                    "A weight in FP8 stays the parameter that its optimiser was made for",
+                    "A weight in FP8 stays the parameter that its optimizer was made for",
                     where="MasterWeights",
                     received=f"{pair.name}, in whose place the operation has another one",
-                    remedy="Make the optimiser after what replaces parameters, as"
+                    remedy="Make the optimizer after what replaces parameters, as"
                     " load_state_dict(assign=True) does",
                 )
 
@@ -283,7 +283,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _lend_state(self) -> None:
-        """Hands the state to the inner optimiser: keyed by masters, which it does not have."""
+        """Hands the state to the inner optimizer: keyed by masters, which it does not have."""
         lent = self.optimizer.state
         lent.clear()
         for key, kept in self.state.items():
@@ -321,7 +321,7 @@ class MasterWeights(Optimizer):
             kept[_MASTER] = pair.master
 
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure`` for the masters, which the optimiser may move between two evaluations."""
+        """``closure`` for the masters, which the optimizer may move between two evaluations."""
 
         @torch.no_grad()
         def evaluate() -> Any:
@@ -361,7 +361,7 @@ class MasterWeights(Optimizer):
         self._writes.note(self._started())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimiser, for the model's parameters.
+        """As of any optimizer, for the model's parameters.
 
         What ``main_grad`` holds is left to its owner; no step takes it before it was added to.
         """
@@ -371,7 +371,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimiser, with masters.
+        """As of any optimizer, with masters.
 
         Raises:
             MasterWeightError: a step has overwritten what was written to a parameter on a GPU.
@@ -394,7 +394,7 @@ class MasterWeights(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` has made, and rounds the masters to the parameters.
 
-        Masters that it does not have, as that of the optimiser alone, are set to the values of the
+        Masters that it does not have, as that of the optimizer alone, are set to the values of the
         parameters. What does not fit changes nothing.
 
         Raises:
@@ -444,10 +444,10 @@ class MasterWeights(Optimizer):
         given, own = ([len(g["params"]) for g in of] for of in (groups, self.param_groups))
         if given != own:
             raise ArgumentError.explained(
-                "A state dict has the groups of the optimiser, with as many parameters each",
+                "A state dict has the groups of the optimizer, with as many parameters each",
                 where="MasterWeights",
                 received=f"groups of {given} parameters for those of {own}",
-                remedy="Make the optimiser with the groups that were saved",
+                remedy="Make the optimizer with the groups that were saved",
             )
         keys = (key for group in groups for key in group["params"])
         params = (param for group in self.param_groups for param in group["params"])

@@ -106,16 +106,16 @@ class Recipe:
     Attributes:
         fp8_format: of the operands.
         fp8_dpa, fp8_mha: attention in FP8; not supported.
-        backward_override: ``"high_precision"`` computes both gradients without quantisation, as
+        backward_override: ``"high_precision"`` computes both gradients without quantization, as
             ``dgrad="bf16", wgrad="bf16"`` does.
-        save_activations: ``"fp8"`` saves the input of an activation in front of a quantised linear
+        save_activations: ``"fp8"`` saves the input of an activation in front of a quantized linear
             operation for backward in E4M3, one byte for each element and four for each 128, with
             scales of their own; what forward computes does not change. Where it is not so, says
             ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
         min_features: linear operations with fewer features on either side, of this rank's slice,
             compute without the recipe, and the plan says so; not those whose weight is stored
-            quantised. Where a GPU takes less time than the host, FP8 saves none.
-        gemm: who multiplies quantised operands, by the name of a provider of
+            quantized. Where a GPU takes less time than the host, FP8 saves none.
+        gemm: who multiplies quantized operands, by the name of a provider of
             :mod:`opfuser.gemm_providers`. Products that it refuses are torch's; the plan says who
             computes which, and why.
         fprop, dgrad, wgrad: ``"fp8"``, the format of the recipe whatever its name, or ``"bf16"``
@@ -145,7 +145,7 @@ class Recipe:
     capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((8, 9), None)
     # Of the operands, in messages.
     operands: ClassVar[str] = "FP8"
-    # Whether operations hand on codes of what they compute; else whoever takes it quantises it.
+    # Whether operations hand on codes of what they compute; else whoever takes it quantizes it.
     handed_on: ClassVar[bool] = True
     # Whether only operations of groups of rows follow the recipe.
     of_groups: ClassVar[bool] = False
@@ -230,7 +230,7 @@ class DelayedScaling(Recipe):
     """One scale per tensor, from the largest values of earlier calls.
 
     ``s = largest / amax / 2^margin``, with the amax that ``amax_compute_algo`` finds in the
-    history. The first call computes its amax before it quantises: with a scale of 1 small
+    history. The first call computes its amax before it quantizes: with a scale of 1 small
     gradients would be lost. A call that exceeds the history saturates.
 
     Attributes:
@@ -496,7 +496,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
     def params(self, role: str) -> QParams:
-        """How an ``"input"``, a ``"weight"`` or a ``"grad_output"`` is quantised."""
+        """How an ``"input"``, a ``"weight"`` or a ``"grad_output"`` is quantized."""
         if role == "input":
             return self.fp4_quant_fwd_inp
         return self.fp4_quant_fwd_weight if role == "weight" else self.fp4_quant_bwd_grad

@@ -65,9 +65,9 @@ class Sequential(ModuleSequence):
         replay: "off", "on" or "auto": whether its calls are recorded and replayed, see
             :class:`opfuser.replay`, whatever the program says; None leaves it to the program. The
             outermost of nested sequences decides.
-        recipe: of quantised compute, for its calls, whatever the region; None leaves it to
+        recipe: of quantized compute, for its calls, whatever the region; None leaves it to
             :class:`opfuser.autocast`. A nested sequence with a recipe is called, not fused with its
-            neighbours.
+            neighbors.
         fusion_config: a configuration of fusions for its operations, as of
             :class:`opfuser.fusion_config`, over which it has precedence; that of a nested sequence
             has precedence over that of the outer one. It does not reach Sequentials in plain
@@ -487,7 +487,7 @@ def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module
     """``y = x + ops(x)`` as operations: MakeExtraOutput, ``ops``, AddExtraInput.
 
     The skip connection is a channel that only this residual sees, so that copies of it, nested and
-    neighbouring residuals do not interfere.
+    neighboring residuals do not interfere.
 
     Args:
         *ops: operations and modules of the branch.

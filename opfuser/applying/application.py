@@ -97,7 +97,7 @@ def revert(model: nn.Module) -> None:
     """Undoes :func:`apply`: all modules of a model get their own forwards back.
 
     What others have wrapped around a forward since stays, and calls that of the module's class.
-    Scales of quantised compute are gone: ``state_dict()`` is that of the model alone.
+    Scales of quantized compute are gone: ``state_dict()`` is that of the model alone.
 
     Args:
         model: to which :func:`apply` was applied; nothing is done to others.

@@ -43,7 +43,7 @@ class LinearCompound(FusedOperation):
 
     @property
     def recipe(self) -> str | None:
-        """``"inherit"``, or None where recipes of quantised compute leave it out."""
+        """``"inherit"``, or None where recipes of quantized compute leave it out."""
         return self._linear.recipe  # type: ignore[no-any-return]
 
     @recipe.setter

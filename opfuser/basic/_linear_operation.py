@@ -62,7 +62,7 @@ class LinearOperation(BasicOperation):
         Args:
             save: whether to save what :meth:`op_backward` reads.
             gather: whether to gather the input where the GEMM takes that of all ranks.
-            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantised.
+            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantized.
 
         Raises:
             ArgumentError: the weight was cleared, or is in FP8 and has no scale; its gradient would

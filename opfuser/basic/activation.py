@@ -90,7 +90,7 @@ class GELU(_Activation):
     Args:
         approximate: ``"tanh"``, or ``"none"`` for the exact function.
         cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
-            fused with a quantised linear operation behind it, as ``save_activations="fp8"`` of a
+            fused with a quantized linear operation behind it, as ``save_activations="fp8"`` of a
             recipe does; backward computes from their values, forward from x. C must be a multiple
             of 128: one scale for 128 columns of a row.
             The plan lists what is saved so; elsewhere there is no effect.

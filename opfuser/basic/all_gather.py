@@ -11,7 +11,7 @@ class AllGather(CollectiveAlong):
 
     Shapes: x ``(..., N, ...)``, the same on all ranks, y ``(..., ranks · N, ...)``; y has the dtype
     of x. Backward is the reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or where
-    torch.distributed is not initialised, the identity.
+    torch.distributed is not initialized, the identity.
 
     Args:
         process_group: None is all ranks.

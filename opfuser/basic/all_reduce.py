@@ -19,7 +19,7 @@ class AllReduce(Collective):
     Shapes: x and y alike, any, the same on all ranks; y has the dtype of x. Every rank is taken to
     use its (identical) output in the same way, so that the gradients of y are identical too and
     ``dx = dy``. In a group of one rank, or where torch.distributed is not
-    initialised, the identity.
+    initialized, the identity.
 
     Args:
         process_group: None is all ranks.

@@ -56,7 +56,7 @@ class BasicLinear(StoresWeight):
     not be a multiple of the ranks: the last slices may be smaller, as those of ``torch.chunk`` and
     of :class:`Embedding` are. ``CrossEntropy(tensor_parallel=True)`` takes its output.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands;
+    In a region of quantized compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands;
     ``linear.recipe = None`` leaves this operation out, ``"inherit"`` takes it back in. Constructed
     within :func:`opfuser.quantized_model_init`, it stores the codes of its weight alone.
 
@@ -75,7 +75,7 @@ class BasicLinear(StoresWeight):
         tensor_parallel_group: None is all ranks.
         sequence_parallel: slice also the side that tensor parallelism leaves whole.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
-            selects the random state for initialisation.
+            selects the random state for initialization.
         accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` and give
             autograd zeros. With ``weight.overwrite_main_grad`` the first gradient of a backward
             pass is written there; those of further uses of the weight in the same pass, recomputed
@@ -96,7 +96,7 @@ class BasicLinear(StoresWeight):
             stream too.
         weight_transposed: make ``weight`` the transpose, :math:`W^T` (in_features, out_features),
             as GPT-2's is in Hugging Face's transformers. Its gradient is of that shape; neither is
-            copied. It is never stored as codes, and quantised compute leaves the operation out.
+            copied. It is never stored as codes, and quantized compute leaves the operation out.
         sequence_dim: the dimension that sequence parallelism slices, such as 1 of (batch, sequence,
             features); other than 0 it costs a copy, unless the ones in front of it are of size 1.
 
@@ -387,7 +387,7 @@ class BasicLinear(StoresWeight):
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Operand) -> torch.dtype:
         """In forward, the dtype that the gradient of the weight, w of :meth:`operands`, goes to."""
         weight, stored = self._parameters.get("weight"), self.weight_format
-        dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
+        dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrized
         if stored is not None:
             dtype = stored.dtype
         into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad

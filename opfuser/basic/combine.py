@@ -23,7 +23,7 @@ class Combine(Collective):
     the order of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``, the first
     two extra outputs of :class:`Dispatch`. The dtype is kept. Backward sends the gradients to the
     experts. Both passes only copy. In a group of one rank, or where torch.distributed is not
-    initialised, the identity.
+    initialized, the identity.
 
     Args:
         process_group: that of :class:`Dispatch`; None is all ranks.

@@ -84,7 +84,7 @@ class CrossEntropy(BasicOperation):
         ignore_index: the target of rows that do not count.
         label_smoothing: ε, from 0 to 1.
         reduction: "mean", "sum" or "none".
-        z_loss: ζ, not negative; keeps the softmax's normaliser near 1.
+        z_loss: ζ, not negative; keeps the softmax's normalizer near 1.
         tensor_parallel: distribute the classes over the ranks of the group.
         tensor_parallel_group: None is all ranks.
         num_classes: V, over all ranks; needed with ``tensor_parallel``, and only there.

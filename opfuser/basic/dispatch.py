@@ -45,7 +45,7 @@ class Dispatch(Collective):
     sizes, so that a call waits for the device once. With ``padded`` they follow from the shape of
     the input, and nothing waits: ranks disagree where they have other numbers of rows, too, and on
     a GPU it is the device that fails then. Both passes only copy. In a group of one rank, or where
-    torch.distributed is not initialised, the identity.
+    torch.distributed is not initialized, the identity.
 
     Sources: Lepikhin et al., "GShard", 2020; the names are those of DeepSeek-AI's DeepEP.
 

@@ -90,7 +90,7 @@ class GLU(_GatedActivation):
 
     Args:
         cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
-            fused with a quantised linear operation behind it, as ``save_activations="fp8"`` of a
+            fused with a quantized linear operation behind it, as ``save_activations="fp8"`` of a
             recipe does; backward computes from their values, forward from x. F must be a multiple
             of 128, and so must an interleave size: one scale for 128 columns of a row.
             The plan lists what is saved so; elsewhere there is no effect.

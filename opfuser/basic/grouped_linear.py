@@ -65,14 +65,14 @@ class GroupedLinear(BasicOperation):
     ``(out_features,)``; or ``weight`` ``(num_groups, out_features, in_features)`` and ``bias``
     ``(num_groups, out_features)`` where they are stored as one. Weights start as in
     ``torch.nn.Linear``, biases at zero. With ``weight_transposed`` each matrix is the transpose,
-    ``(in_features, out_features)``, as GPT-OSS stores its experts; there is no quantised compute of
+    ``(in_features, out_features)``, as GPT-OSS stores its experts; there is no quantized compute of
     those.
 
     On a GPU, bf16 with sizes that are multiples of 8 runs torch's grouped GEMM: split sizes on the
     GPU are then neither checked nor read back, and rows past their sum are left undefined. Weights
     stored as one spare that kernel a copy.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take operands in the
+    In a region of quantized compute (:class:`opfuser.autocast`) its GEMMs take operands in the
     format of the recipe. In FP8 split sizes on a GPU stay there, too; those of MXFP8 and NVFP4 are
     read by the host. ``recipe`` is as in ``BasicLinear``.
 
@@ -231,7 +231,7 @@ class GroupedLinear(BasicOperation):
     def make_grouped_weights(self) -> None:
         """Stores the weights as one parameter from now on, as ``single_grouped_weight`` does.
 
-        The parameter is new: make optimisers, and wrappers of parameters, afterwards. Does nothing
+        The parameter is new: make optimizers, and wrappers of parameters, afterwards. Does nothing
         if there is one already.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .norm import Norm
 
 
 class LayerNorm(Norm):
-    r"""Layer normalisation over the last dimensions.
+    r"""Layer normalization over the last dimensions.
 
     .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} w + b
 

@@ -62,7 +62,7 @@ class LoRALinear(LinearOperation):
     Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``, A_i
     ``(rank, in_features)``, B_i ``(out_features, rank)``, y ``(..., out_features)``, fp16, bf16,
     fp32 or fp64. Under autocast everything is computed in its dtype; otherwise x W^T in that of W,
-    which y has, and adapters in the wider one of theirs and that of W. Regions of quantised compute
+    which y has, and adapters in the wider one of theirs and that of W. Regions of quantized compute
     leave the operation out.
 
     The ``state_dict`` has ``weight``, ``bias``, ``lora_A_<name>`` and ``lora_B_<name>``. One of a
@@ -209,7 +209,7 @@ class LoRALinear(LinearOperation):
                 nn.init.zeros_(getattr(self, name))
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        """What regions of quantised compute leave out, and why."""
+        """What regions of quantized compute leave out, and why."""
         return Refusal("LAYOUT", "its weight has products of low rank beside it")
 
     def operands(

@@ -97,7 +97,7 @@ class BasicMergedLinear(OfProjections, LinearOperation):
         return self.Settings(*both)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        for size in self.sizes:  # so that each is quantised with others as it is alone
+        for size in self.sizes:  # so that each is quantized with others as it is alone
             no = features_refusal((size, self.in_features), env)
             if no is not None:
                 return no

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of every query and key head."""
+"""Root-mean-square normalization of every query and key head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._norms import check_eps
 
 
 class QKNorm(BasicOperation):
-    r"""Root-mean-square normalisation of every query and key head of packed queries, keys, values.
+    r"""Root-mean-square normalization of every query and key head of packed queries, keys, values.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
 
@@ -129,9 +129,9 @@ class QKNorm(BasicOperation):
     ) -> Tensor:
         self.check_input(input_, self.frozen_settings(ctx))
         x = in_compute_dtype(input_, self)
-        return self.normalise(ctx, x, None)
+        return self.normalize(ctx, x, None)
 
-    def normalise(self, ctx: OperationContext, x: Tensor, rotation: Rotation | None) -> Tensor:
+    def normalize(self, ctx: OperationContext, x: Tensor, rotation: Rotation | None) -> Tensor:
         """The output for an x in the compute dtype, turned by a RotaryEmbedding's angles if given.
 
         Saves what :meth:`op_backward` reads.
@@ -185,8 +185,8 @@ class QKNorm(BasicOperation):
         return torch.cat([*parts, values], -2).flatten(-2).to(input_.dtype)
 
     def extra_repr(self) -> str:
-        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"num_kv_heads={self.num_kv_heads}, eps={self.eps}{centred}"
+            f"num_kv_heads={self.num_kv_heads}, eps={self.eps}{centered}"
         )

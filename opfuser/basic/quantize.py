@@ -19,7 +19,7 @@ class Quantize(BasicOperation):
 
     Shapes: x and y alike, any; y has the dtype of x.
 
-    A neighbour whose GEMMs take the codes receives them, with the scales that it keeps. Elsewhere
+    A neighbor whose GEMMs take the codes receives them, with the scales that it keeps. Elsewhere
     values are rounded with scales from the tensor itself, one for it or for its blocks of 128.
 
     Args:

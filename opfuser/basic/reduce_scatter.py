@@ -11,7 +11,7 @@ class ReduceScatter(CollectiveAlong):
 
     Shapes: x ``(..., ranks · N, ...)``, y ``(..., N, ...)``; ``y_r = Σ_s x_s[r]``, in the dtype of
     x. Backward gathers the ranks' gradients. In a group of one rank, or where torch.distributed is
-    not initialised, the identity.
+    not initialized, the identity.
 
     Args:
         process_group: None is all ranks.

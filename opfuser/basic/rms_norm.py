@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .norm import Norm
 
 
 class RMSNorm(Norm):
-    r"""Root-mean-square normalisation over the last dimensions.
+    r"""Root-mean-square normalization over the last dimensions.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
 

@@ -37,7 +37,7 @@ class RotaryEmbedding(BasicOperation):
     given positions are made anew.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
-    arXiv 2104.09864, which pairs neighbours (``interleaved=True``, as in GPT-J). Llama and
+    arXiv 2104.09864, which pairs neighbors (``interleaved=True``, as in GPT-J). Llama and
     GPT-NeoX pair entry i with entry ``i + rotary_dim / 2`` instead. Sections: Wang et al.,
     "Qwen2-VL", 2024, arXiv 2409.12191.
 
@@ -47,7 +47,7 @@ class RotaryEmbedding(BasicOperation):
         num_kv_heads: key heads, and as many value heads; None is ``num_heads``. With 0 all heads
             turn and there are no values: queries alone, or keys alone.
         base: base of the frequencies.
-        interleaved: whether a pair consists of neighbours.
+        interleaved: whether a pair consists of neighbors.
         rotary_dim: entries of a head that are rotated, from its start; None is all of them.
         max_positions: compute angles for this many positions at the first call and refuse longer
             sequences; None follows the longest sequence seen.
@@ -128,7 +128,7 @@ class RotaryEmbedding(BasicOperation):
     ) -> RotaryEmbedding:
         """The embedding of a Hugging Face model: heads, base, scaling, part of a head, sections.
 
-        Whether neighbours are paired no configuration says; pass ``interleaved=True`` for GPT-J,
+        Whether neighbors are paired no configuration says; pass ``interleaved=True`` for GPT-J,
         Cohere and the like.
 
         Args:
@@ -188,7 +188,7 @@ class RotaryEmbedding(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """The angle between neighbouring positions in radians, for each pair: (rotary_dim / 2,).
+        """The angle between neighboring positions in radians, for each pair: (rotary_dim / 2,).
 
         Args:
             length: of the sequence, where the scaling depends on it; None is one of those that the

@@ -183,7 +183,7 @@ class TopKRouter(BasicOperation):
         """Adds ``rate · sign(mean(tokens) - tokens)`` to the correction of the scores.
 
         Experts with fewer tokens than others are chosen more often from then on: they are balanced
-        without a loss. Call it once per step of the optimiser, on every rank. Nothing waits for the
+        without a loss. Call it once per step of the optimizer, on every rank. Nothing waits for the
         device.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",

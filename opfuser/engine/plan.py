@@ -201,7 +201,7 @@ class Plan(_Compared):
         high_precision: operations that could, and why they do not.
         edges: tensors that go from operation to operation as codes.
         notes: what operations say about themselves, by index.
-        gemms: who computes the quantised products, where the recipe names other than torch.
+        gemms: who computes the quantized products, where the recipe names other than torch.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
@@ -365,7 +365,7 @@ def needs_of(step: Step, needs: Needs) -> Needs:
 def quantizers_between(
     steps: Sequence[Step], stage: Stage, env: Env, needs: Needs
 ) -> Iterator[tuple[Step, Step, Quantizer]]:
-    """The neighbours in a pass of which one hands a tensor to the other as codes, and how."""
+    """The neighbors in a pass of which one hands a tensor to the other as codes, and how."""
     for before, behind in pairwise(steps):
         quantizer = _quantizer_between(before, behind, stage, env, needs)
         if quantizer is not None:

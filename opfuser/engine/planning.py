@@ -114,7 +114,7 @@ def _fused(
 def _precision(
     ops: Sequence[BasicOperation], forward: Sequence[Step], env: Env
 ) -> tuple[tuple[int, ...], tuple[tuple[int, Refusal], ...]]:
-    """The operations that a plan computes quantised, and those that it could but does not."""
+    """The operations that a plan computes quantized, and those that it could but does not."""
     if env.recipe is None:
         return (), ()
     quantized: list[int] = []

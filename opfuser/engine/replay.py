@@ -344,13 +344,13 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
 
 
 def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
-    """Why a call is not replayed because of what quantised compute keeps or tells around it."""
+    """Why a call is not replayed because of what quantized compute keeps or tells around it."""
     if isinstance(recipe, DelayedScaling) and (computed_again() is not None or parts_under_way()):
         return Refusal("CHECKPOINT", "what is computed twice has the scales of the first time")
     if kept_weights() is not None:
-        return Refusal("KEPT_WEIGHTS", "quantised weights are kept for calls outside of recordings")
+        return Refusal("KEPT_WEIGHTS", "quantized weights are kept for calls outside of recordings")
     if is_watched():
-        return Refusal("WATCHED", "what is quantised is to be told")
+        return Refusal("WATCHED", "what is quantized is to be told")
     return None
 
 

@@ -30,7 +30,7 @@ class PlanCreated(Event):
         dtype, device: of the input.
         autocast_dtype: dtype of the active autocast region, or None.
         grad_enabled: whether grad mode is on.
-        recipe: type of the recipe of quantised compute; empty without one.
+        recipe: type of the recipe of quantized compute; empty without one.
         forward_steps, backward_steps: how many steps each pass has.
     """
 

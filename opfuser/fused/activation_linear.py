@@ -26,7 +26,7 @@ class ActivationLinear(Pipeline):
     of the shape of y; it is overwritten if nothing else refers to it. Saves x, but not
     :math:`h = f(x + b)`: H elements less for H elements of h. x is saved as FP8 codes by rows where
     ``save_activations`` of the recipe or ``cache_quantized_input`` of the activation says so, the
-    linear operation is quantised, and blocks of 128 columns lie within gates or linear units.
+    linear operation is quantized, and blocks of 128 columns lie within gates or linear units.
 
     Backward first computes :math:`dh = dy\, W`. The kernel that computes dx and db from dh and x
     also recomputes h, at H elements of traffic instead of the H that reading a saved h takes.

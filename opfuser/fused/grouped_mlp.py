@@ -290,7 +290,7 @@ def _refuses(permute: Permute | None, *ops: BasicOperation, env: Env) -> Refusal
     if env.recipe is not None and any(
         isinstance(op, GroupedLinear) and op.quantized_refusal(env) is None for op in ops
     ):
-        return Refusal("CONFLICT", "quantised linear operations save codes of their inputs")
+        return Refusal("CONFLICT", "quantized linear operations save codes of their inputs")
     return None
 
 

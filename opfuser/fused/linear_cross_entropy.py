@@ -25,7 +25,7 @@ class LinearCrossEntropy(FusedOperation):
     The logits (T, V) exist for one chunk of rows at a time: forward computes the chunk's loss,
     overwrites its logits by their gradient, and accumulates the contributions to dx and dW before
     the next chunk. So forward computes the gradients that are needed, for a loss gradient of 1.
-    Backward multiplies them by the incoming gradient: without synchronisation with a GPU, and
+    Backward multiplies them by the incoming gradient: without synchronization with a GPU, and
     without traffic if it is 1 and nothing else refers to them. If gradients are enabled but never
     asked for, the two gradient GEMMs are wasted.
 

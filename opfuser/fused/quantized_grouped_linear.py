@@ -67,7 +67,7 @@ class QuantizedGroupedLinear(FusedOperation):
 
     Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
     9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
-    with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation
+    with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantization
     of both layouts in one pass, which puts the padding between groups. Weights stored as one spare
     them a copy.
 
@@ -206,7 +206,7 @@ class _QuantizedProducts(GroupedProducts):
         return self.gradient(self._codes(dy, groups), xs, groups, weights[0].dtype)
 
     def _codes(self, dy: Tensor, groups: RowGroups) -> Codes:
-        """The gradient of the output, quantised once for both GEMMs."""
+        """The gradient of the output, quantized once for both GEMMs."""
         if self._grad_codes is None:
             needs = self.ctx.needs
             self._grad_codes = self.quantized(

@@ -2,7 +2,7 @@
 
 Symbols as in :mod:`.grouped`. Those of FP8 find the groups on the device, with codes as
 ``kernels.groups`` lays them out. Those of MXFP8 and NVFP4 are computed group by group: groups are
-quantised together, each padded to a multiple of 128 rows, so that it begins where a block does, in
+quantized together, each padded to a multiple of 128 rows, so that it begins where a block does, in
 both layouts, and is multiplied where it lies. The host must know the bounds of those.
 """
 
@@ -102,7 +102,7 @@ def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
     """
     if groups.bounds is None:
         raise NotSupportedError.explained(
-            "The host reads the sizes of groups of rows that are quantised",
+            "The host reads the sizes of groups of rows that are quantized",
             where="GroupedLinear",
             received=f"split sizes on {groups.sizes.device.type}",
             remedy="Pass split sizes on the CPU",

@@ -44,10 +44,10 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
 
     The module's own forward is traced on the meta device, in training and in evaluation, and every
     operation of it explained, as by :func:`opfuser.apply`. The sequence holds the same
-    ``Parameter`` objects: an optimiser of either serves both, and what the module loads, both
+    ``Parameter`` objects: an optimizer of either serves both, and what the module loads, both
     have. It computes what the module does when it is read: attributes that are set and parameters
     and modules that are replaced later do not count. A child that is not explained, has hooks or is
-    parametrised is called by the sequence, and is the same object. Devices, meta included, dtypes
+    parametrized is called by the sequence, and is the same object. Devices, meta included, dtypes
     and ``requires_grad`` are those of the module, which does not change.
 
     An operation whose parameters are those of one child has the child's name, so that the

@@ -48,7 +48,7 @@ def forward_quantized_plain(
 
     Args:
         x, residual, weight, bias, eps, zero_centered, with_mean: as ``norm.norm_forward``.
-        scaling: how y is quantised.
+        scaling: how y is quantized.
 
     Raises:
         RuntimeError: of blocks, D is no multiple of 128.
@@ -74,9 +74,9 @@ def cols_quantized_plain(
     With one scale they are the transpose of those by rows.
 
     Args:
-        total: (…, D), what was normalised: x, or its sum with the residual.
+        total: (…, D), what was normalized: x, or its sum with the residual.
         mean, rstd: (…), what forward returned.
-        scaling: how the norm is quantised; without a scale amax alone is raised.
+        scaling: how the norm is quantized; without a scale amax alone is raised.
 
     Raises:
         ValueError: of kernels, the elements of a row are not side by side.

@@ -56,11 +56,11 @@ class DecoderConfig:
             ``dim / num_heads``.
         qkv_bias, out_bias, mlp_bias: whether the first linear of attention, its last one, and both
             of the feed-forward block have a bias.
-        qk_norm: whether every query and key head is normalised before it is rotated.
+        qk_norm: whether every query and key head is normalized before it is rotated.
         norm: ``"rms"`` or ``"layer"``: the kind of the norms, of which the second has a bias.
         zero_centered_gamma: whether norms scale by ``1 + weight``.
         causal: whether a position attends only to itself and to earlier ones.
-        norm_first: whether blocks normalise what they read; else they normalise the residual sum
+        norm_first: whether blocks normalize what they read; else they normalize the residual sum
             (Vaswani et al., 2017), and there is no norm before the head.
         post_norms: whether there is also a norm behind each block, before its residual sum.
         activation: of the feed-forward block: ``"swiglu"``, ``"geglu"`` (gated, two weights wide),

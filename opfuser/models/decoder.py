@@ -87,7 +87,7 @@ def attention_block(config: DecoderConfig, layer: int = 0) -> Sequential:
 
     Causal and with rotary positions, unless the configuration says otherwise.
 
-    With ``config.qk_norm``, queries and keys are normalised before they are rotated.
+    With ``config.qk_norm``, queries and keys are normalized before they are rotated.
 
     Shapes: x and y ``(batch, sequence, dim)``; qkv is packed, queries first, then keys, then
     values.

@@ -4,7 +4,7 @@ torch's ``parallelize_module`` does not take them: its styles shard ``torch.nn.L
 ``torch.nn.Embedding`` alone, and have the module compute on DTensors, which are no operands of a
 kernel. And one weight here holds queries, keys and values, or gate and up projection: cut in equal
 pieces, a rank would get queries alone. So modules are replaced by sharded operations, which
-exchange data by process groups. Parameters are DTensors all the same, for optimisers, checkpoints,
+exchange data by process groups. Parameters are DTensors all the same, for optimizers, checkpoints,
 norms of gradients and ``fully_shard``; operations compute with this rank's part.
 """
 
@@ -69,9 +69,9 @@ def parallelize(
     Every rank has a slice of the heads of attention, of the features inside feed-forward blocks,
     and of the vocabulary, of the embedding, of the head and of the loss (Shoeybi et al.,
     Megatron-LM, arXiv:1909.08053). With sequence parallelism (Korthikanti et al.,
-    arXiv:2205.05198) it also has a slice of the sequence between the blocks, where it normalises
+    arXiv:2205.05198) it also has a slice of the sequence between the blocks, where it normalizes
     and adds; the sequence must be a multiple of the ranks then. Modules of ``model`` are replaced,
-    and it is returned. Call it before ``fully_shard``, and before there is an optimiser.
+    and it is returned. Call it before ``fully_shard``, and before there is an optimizer.
 
     With ``expert_parallel`` the experts of every layer are distributed over the ranks of another
     mesh, or of the same one: :class:`opfuser.Dispatch` sends tokens to the rank of their experts,
@@ -105,7 +105,7 @@ def parallelize(
     Raises:
         ArgumentError: ``mesh`` has several dimensions; heads, key heads, features or experts are no
             multiple of the ranks; a rank would have no slice of the vocabulary; a module was
-            parallelised before; there is no mesh at all, or ``expert_parallel`` is another mesh
+            parallelized before; there is no mesh at all, or ``expert_parallel`` is another mesh
             than ``mesh``; it is given and ranks have different models, which each of them says.
         NotSupportedError: an operation that is not known here, experts without ``expert_parallel``
             for instance; dropout, whose masks would have to agree between ranks in some places and
@@ -118,7 +118,7 @@ def parallelize(
         _check_mesh(given)
     if not meshes or len({*meshes}) > 1:
         raise ArgumentError.explained(
-            "A model is parallelised over mesh, its experts over the same or alone",
+            "A model is parallelized over mesh, its experts over the same or alone",
             where="parallelize",
             received=f"mesh={mesh}, expert_parallel={expert_parallel}",
             remedy="Pass one mesh, as either argument or as both",
@@ -126,7 +126,7 @@ def parallelize(
     placed = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if placed is not None:
         raise ArgumentError.explained(
-            "A model is parallelised once, and before it is sharded",
+            "A model is parallelized once, and before it is sharded",
             where="parallelize",
             received=f"{placed}, which is a DTensor",
         )
@@ -143,7 +143,7 @@ def parallelize(
 def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
         raise ArgumentError.explained(
-            "A model is parallelised over a mesh of one dimension",
+            "A model is parallelized over a mesh of one dimension",
             where="parallelize",
             received=counted(mesh.ndim, "dimension"),
             remedy='Pass one of them, such as mesh["tp"]',

@@ -75,7 +75,7 @@ class FusibleOperation(TracedCalls, Tracked):
 
     @property
     def quantized_ops(self) -> Sequence[FusibleOperation]:
-        """The operations among those that it covers whose GEMMs take quantised operands."""
+        """The operations among those that it covers whose GEMMs take quantized operands."""
         return ()
 
     def takes_quantized(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
@@ -125,11 +125,11 @@ class FusibleOperation(TracedCalls, Tracked):
         return "has a forward of its own"
 
     def get_input_quantizer(self) -> Any | None:
-        """How the input is quantised in the region that the caller is in; None: it is not."""
+        """How the input is quantized in the region that the caller is in; None: it is not."""
         return None
 
     def get_grad_output_quantizer(self) -> Any | None:
-        """How the gradient of the output is quantised there; None: it is not."""
+        """How the gradient of the output is quantized there; None: it is not."""
         return None
 
     def fuser_forward(

@@ -39,7 +39,7 @@ def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
     from its construction, if that happens within :class:`opfuser.autocast` or
     :func:`opfuser.quantized_model_init`, or once it is in a ``Sequential`` with a recipe.
 
-    Operations that have state keep it. Those that do not compute quantised with the recipe, as
+    Operations that have state keep it. Those that do not compute quantized with the recipe, as
     their plans say, get none; a ``Sequential`` with a recipe of its own follows that. The first
     call takes its scales from its values, as without.
 

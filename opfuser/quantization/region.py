@@ -1,4 +1,4 @@
-"""Where calls compute quantised: the region that ``opfuser.autocast`` opens."""
+"""Where calls compute quantized: the region that ``opfuser.autocast`` opens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Region(NamedTuple):
     """What calls follow.
 
     Attributes:
-        recipe: None where nothing is quantised.
+        recipe: None where nothing is quantized.
         group: of the ranks that agree on the largest values, or None.
-        kept: the weights that are quantised once, of ``keep_quantized_weights``, or None.
+        kept: the weights that are quantized once, of ``keep_quantized_weights``, or None.
         quantizes: whether it has a recipe, or one around it has.
         opened_by: the part of a model that was being computed again when it was opened.
     """
@@ -48,7 +48,7 @@ class _OpenRegions:
     """What traced code reads, and is guarded by.
 
     Attributes:
-        count: how many regions are open in the process that quantise, or are within one that does.
+        count: how many regions are open in the process that quantize, or are within one that does.
         changes: how often one was opened or left.
     """
 
@@ -100,7 +100,7 @@ def refuse_to_trace(changes: int) -> bool:
     if recipe is None:
         return True
     raise NotSupportedError.explained(
-        "Quantised compute is not traced by torch.compile",
+        "Quantized compute is not traced by torch.compile",
         received=type(recipe).__name__,
         remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
     )
@@ -151,13 +151,13 @@ def recipe_of_call() -> Recipe | None:
 
 
 def kept_in_region() -> dict[Any, Any] | None:
-    """The weights that are quantised once in the region that the caller is in."""
+    """The weights that are quantized once in the region that the caller is in."""
     return _current().kept
 
 
 @contextmanager
 def keeping(weights: dict[Any, Any]) -> Iterator[None]:
-    """A region like that which the caller is in, where weights are quantised once.
+    """A region like that which the caller is in, where weights are quantized once.
 
     Args:
         weights: where they are kept.
@@ -189,12 +189,12 @@ def check_recipe(recipe: object, where: str) -> Recipe:
 class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
     """A region in which linear operations compute in FP8.
 
-    The gradients of what is computed inside are quantised as well, wherever backward is called. On
+    The gradients of what is computed inside are quantized as well, wherever backward is called. On
     opening the outermost region, the scales of delayed and predicted scaling follow what was seen
     since the last time. May be used as a decorator.
 
     Args:
-        enabled: False is a region without quantised compute.
+        enabled: False is a region without quantized compute.
         calibrating: not supported.
         recipe: of :mod:`opfuser.recipe`; None is ``DelayedScaling(min_features=2048)``: smaller
             linear operations stay in high precision.
@@ -215,7 +215,7 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
     ) -> None:
         if calibrating:
             raise NotSupportedError.explained(
-                "Scales are taken from calls that compute quantised",
+                "Scales are taken from calls that compute quantized",
                 where=type(self).__name__,
                 received="calibrating=True",
                 remedy="Run some calls with enabled=True",

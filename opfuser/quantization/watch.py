@@ -60,7 +60,7 @@ _watches: list[_Watch] = []
 
 
 def is_watched() -> bool:
-    """Whether somebody wants to be told of quantised tensors."""
+    """Whether somebody wants to be told of quantized tensors."""
     return bool(_watches)
 
 
@@ -78,8 +78,8 @@ def watch_quantization(
         for tensor in sorted(tensors, key=lambda t: t.saturated / t.elements):
             print(tensor)
 
-    A tensor is told again where it is quantised again: a weight in backward. A weight that is
-    stored in FP8 is not quantised, and not told. Operations hand on tensors instead of codes, which
+    A tensor is told again where it is quantized again: a weight in backward. A weight that is
+    stored in FP8 is not quantized, and not told. Operations hand on tensors instead of codes, which
     are rounded twice, as without fusions. Costs several passes over each tensor, waits for the
     device, and replays no call. Applies to the whole process; outside of it nothing is counted.
 
@@ -102,7 +102,7 @@ def watch_quantization(
 
 
 def tell(op: nn.Module, role: str, x: Tensor, codes: Codes, elements: int) -> None:
-    """Tells all that watch of a matrix that was quantised.
+    """Tells all that watch of a matrix that was quantized.
 
     Args:
         op: that computes with it.

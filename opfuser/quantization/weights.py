@@ -76,7 +76,7 @@ def quantized_model_init(
     in high precision exists: :class:`opfuser.optim.MasterWeights` trains them. Those whose
     features are no multiples of what the recipe asks for, or that compute in fp64, stay as they
     are, and so does ``GroupedLinear``. Forward reads the codes as they are in a region of a recipe,
-    and dequantises them elsewhere.
+    and dequantizes them elsewhere.
 
     Args:
         enabled: False is as outside.

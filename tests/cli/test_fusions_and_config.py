@@ -148,7 +148,7 @@ def test_show_names_what_is_required(run: Run) -> None:
     rule = Fusion("needy", "forward", (ReLU, ReLU), opfuser.FusedOperation, requires=needs)
     with opfuser.register_forward_fusion(rule):
         lines = run("fusions", "show", "needy")[1]
-    expected = "device cuda, sm_90, package triton, a recipe of quantised compute"
+    expected = "device cuda, sm_90, package triton, a recipe of quantized compute"
     assert f"requires  {expected}" in lines
 
 

@@ -148,13 +148,13 @@ def test_settings_have_precedence_over_a_folder_one_by_one() -> None:
     assert config.rope_parameters == {**rope, "factor": 4.0}
 
 
-def test_a_quantised_model_is_refused_or_built_without(
+def test_a_quantized_model_is_refused_or_built_without(
     opfuser_command: Command, folder: Path
 ) -> None:
-    quantised = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
-    (folder / "llama" / "config.json").write_text(json.dumps(quantised))
+    quantized = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
+    (folder / "llama" / "config.json").write_text(json.dumps(quantized))
     assert opfuser_command("explain", "hf:llama").err == (
-        "opfuser: Quantised weights are read from files, and not built (hf:llama). Received: "
+        "opfuser: Quantized weights are read from files, and not built (hf:llama). Received: "
         "quantization_config. Set it to null in the file of --config to see the model without.\n"
     )
     (folder / "plain.json").write_text('{"quantization_config": null}')

@@ -50,7 +50,7 @@ def residual_mlp(activation: nn.Module) -> list[nn.Module]:
     return [*norm, BasicLinear(6, 10), Bias(10), activation, BasicLinear(5, 4), Bias(4)]
 
 
-# Those for quantised compute have other numbers on purpose: tests/quantization. The extra inputs of
+# Those for quantized compute have other numbers on purpose: tests/quantization. The extra inputs of
 # grouped_mlp go together: tests/fused/test_grouped_mlp.py.
 UNQUANTIZED = tuple(
     fusion

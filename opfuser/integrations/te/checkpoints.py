@@ -45,8 +45,8 @@ def te_state_dict(sequence: Sequential) -> dict[str, Tensor]:
     """The state dict that Transformer Engine has for the same model.
 
     Sequences of :func:`.from_te` and ``Options.build`` have the keys of the module that they stand
-    for; other operations those of te.ops. Where a module there keeps the scales of quantised
-    compute the entry ``_extra_state`` is empty, as without quantised compute. Tensors are those of
+    for; other operations those of te.ops. Where a module there keeps the scales of quantized
+    compute the entry ``_extra_state`` is empty, as without quantized compute. Tensors are those of
     ``sequence.state_dict()``: nothing is copied.
 
     Raises:
@@ -94,7 +94,7 @@ def load_te_state_dict(
 
 
 def _is_scale(name: str) -> bool:
-    """Whether an entry is of what an operation keeps of quantised compute."""
+    """Whether an entry is of what an operation keeps of quantized compute."""
     return CHILD in name.split(".")
 
 

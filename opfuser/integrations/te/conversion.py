@@ -161,7 +161,7 @@ def _sequence_to_te(sequence: Sequential, engine: Any, classes: Any, path: tuple
         return _module_to_te(sequence, options, engine)
 
     def channel(name: str) -> str:
-        # Private ones there would meet those of neighbours.
+        # Private ones there would meet those of neighbors.
         inside = ".".join(map(str, path))
         return f"{name} of {inside}" if isinstance(name, PrivateChannel) else str(name)
 

@@ -42,7 +42,7 @@ class Options:
     def build(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Sequential:
-        """A new sequence that computes what the module does, with parameters initialised anew.
+        """A new sequence that computes what the module does, with parameters initialized anew.
 
         It has these options as ``te_options``, by which :func:`.to_te` and the functions for
         checkpoints know what it stands for. A copy of its parts, ``Sequential(*sequence)``, does

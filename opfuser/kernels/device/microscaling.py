@@ -102,7 +102,7 @@ def mxfp8(
     E5M2: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes with a scale for each 32 neighbours, and sums of the tiles' columns (T, C)."""
+    """Codes with a scale for each 32 neighbors, and sums of the tiles' columns (T, C)."""
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
     line = tile_cols(tile_col, TILE_COLS)
@@ -159,7 +159,7 @@ def _fp4_pairs(first, second, CONVERTS: tl.constexpr):
 
 @triton.jit
 def _fp4_fours(v0, v1, v2, v3, CONVERTS: tl.constexpr):
-    """Codes of four neighbouring rows in one (uint16), the first one in the lowest bits."""
+    """Codes of four neighboring rows in one (uint16), the first one in the lowest bits."""
     if CONVERTS and ASSEMBLY:
         fours = tl.inline_asm_elementwise(
             "{ .reg .b8 a, b; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1;"
@@ -290,7 +290,7 @@ def nvfp4(
     SIGNS: tl.constexpr, SQUARES: tl.constexpr, CONVERTS: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes with a scale for each 16 neighbours or 16 x 16, and sums of columns (T, C).
+    """Codes with a scale for each 16 neighbors or 16 x 16, and sums of columns (T, C).
 
     SIGNS: of the transform of columns, or 0 for none. With a seed, rounding is stochastic.
     """
