@@ -271,7 +271,7 @@ class Application:
             found.reading, found.reason = None, _reason_of(error)
         else:
             if not _is_worth_it(found.reading):
-                found.reason = "has nothing to fuse: torch computes it as well"
+                found.reason = "has nothing to fuse, so torch computes it"
                 found.alone = [*map(type, found.reading.operations)] == [Linear]
                 found.reading = found.reading if found.alone else None
         # What is read of a trace from now on holds no tensor of the call.
