@@ -114,7 +114,7 @@ class ContextError(OpfuserError, RuntimeError):
 
 
 class SavedTensorsError(ContextError):
-    """Something was saved twice or is no tensor, or was read where nothing was saved."""
+    """Something was saved twice or is not a tensor, or was read where nothing was saved."""
 
 
 class ParametersNotKeptError(ContextError):

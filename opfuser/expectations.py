@@ -29,9 +29,9 @@ class Answer(NamedTuple):
     """The answer of :func:`can_fuse`: true if the fusion occurs, else false with the reason.
 
     Attributes:
-        fused: whether it does.
-        code: why not, one of the codes of :class:`opfuser.Refusal`; empty if it does.
-        detail: the same as a sentence.
+        fused: whether the fusion occurs.
+        code: why it does not, one of the codes of :class:`opfuser.Refusal`; else empty.
+        detail: the reason as a sentence.
     """
 
     fused: bool

@@ -92,7 +92,7 @@ class OperationFuser(TracedCalls):
     tuple of it and the public extra outputs.
 
     Raises:
-        ArgumentTypeError: an input or extra input is no tensor.
+        ArgumentTypeError: an input or extra input is not a tensor.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
         NotSupportedError: torch.compile traces a call that computes quantized.
     """

@@ -48,7 +48,7 @@ class Group(NamedTuple):
         return has_hooks(callee) if self.split == "HOOK" else _split(callee) == "FORWARD"
 
     def fusers(self) -> list[OperationFuser]:
-        """The fusers that calls have gone through; none of a module that is no operation."""
+        """The fusers that calls have gone through; none of a module that is not an operation."""
         callee = self.callee
         if isinstance(callee, OperationFuser):
             return [callee]

@@ -51,7 +51,7 @@ def apply(
 
     Args:
         model: a ``PreTrainedModel``, or any module.
-        example: as of :func:`opfuser.apply`.
+        example: see :func:`opfuser.apply`.
         dry_run: likewise.
         fused_loss: likewise.
         merge_storages: likewise.

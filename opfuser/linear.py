@@ -145,15 +145,15 @@ class Linear(LinearCompound):
         return self._linear.weight_format
 
     def read_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As of ``BasicLinear``."""
+        """See ``BasicLinear``."""
         return self._linear.read_weight(dtype)
 
     def write_weight(self, values: Tensor) -> None:
-        """As of ``BasicLinear``."""
+        """See ``BasicLinear``."""
         self._linear.write_weight(values)
 
     def initialize_weight(self, fill: Callable[[Tensor], Any]) -> None:
-        """As of ``BasicLinear``."""
+        """See ``BasicLinear``."""
         self._linear.initialize_weight(fill)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

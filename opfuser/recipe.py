@@ -270,7 +270,7 @@ class Float8PredictedScaling(DelayedScaling):
     stay normal: 2^-6 to 448 times 1/s.
 
     Attributes:
-        margin, amax_history_len, amax_compute_algo: as of :class:`DelayedScaling`, with other
+        margin, amax_history_len, amax_compute_algo: see :class:`DelayedScaling`, with other
             defaults.
     """
 

@@ -82,7 +82,7 @@ class Sequential(ModuleSequence):
     Raises:
         ConfigError: ``fusion_config`` is not of its schema, or states an order.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
-        OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential.
+        OpKwargsError: a key of ``op_kwargs`` is not a basic operation of this Sequential.
         ChannelError: a channel lacks a producer, has a late one, or several.
     """
 
@@ -329,9 +329,9 @@ class Sequential(ModuleSequence):
             caller, a tuple of it and them, in operation order.
 
         Raises:
-            ArgumentTypeError: an input or extra input of operations is no tensor.
+            ArgumentTypeError: an input or extra input of operations is not a tensor.
             ExtraInputCountError: more or fewer extra inputs than the operations read.
-            OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential, or it
+            OpKwargsError: a key of ``op_kwargs`` is not a basic operation of this Sequential, or it
                 does not take a keyword.
             ChannelError: a channel lacks a producer, has a late one, or several.
         """
@@ -434,7 +434,7 @@ class Sequential(ModuleSequence):
             *extra_inputs: as of a call.
 
         Raises:
-            ArgumentTypeError: an argument is no tensor, or this Sequential holds no operations.
+            ArgumentTypeError: an argument is not a tensor, or this Sequential holds no operations.
             ExtraInputCountError: more or fewer extra inputs than the operations read.
         """
         for t in (input, *extra_inputs):

@@ -70,7 +70,7 @@ def apply(
         What computes the modules of the model, and why the others are kept.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``torch.nn.Module``, or ``example`` does not fit its
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``, or ``example`` does not fit its
             forward. What the model itself raises for an example is raised as it is, and nothing is
             applied then.
     """
@@ -103,7 +103,7 @@ def revert(model: nn.Module) -> None:
         model: to which :func:`apply` was applied; nothing is done to others.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``torch.nn.Module``.
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``.
     """
     _check(model)
     for module in model.modules():
@@ -118,7 +118,7 @@ def report(model: nn.Module) -> Report:
         model: to which :func:`apply` was applied.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``torch.nn.Module``.
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``.
     """
     _check(model)
     computed: list[Computed] = []

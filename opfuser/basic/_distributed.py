@@ -257,7 +257,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> 
     """This rank's slice, along a dimension, of the sum of ``x`` over the ranks.
 
     Raises:
-        InputError: the size along the dimension is no multiple of the group size.
+        InputError: the size along the dimension is not a multiple of the group size.
     """
     ranks = group_size(group)
     if x.dim() <= dim or x.shape[dim] % ranks:

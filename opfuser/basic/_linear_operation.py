@@ -103,7 +103,7 @@ class LinearOperation(BasicOperation):
         """In forward, the input in the dtype of autocast, or else in that of the weight.
 
         Raises:
-            InputError: as of :meth:`operands`.
+            InputError: see :meth:`operands`.
         """
         if x.shape[-1:] != (self.sharding.local_in_features,):
             self._refuse_input(x)

@@ -35,12 +35,12 @@ class DropTokens(BasicOperation):
     Args:
         num_experts: E.
         capacity_factor: 1 leaves room for what each expert gets if all get the same.
-        weighted: whether it takes and returns weights.
+        weighted: whether it reads and returns weights.
 
     Raises:
         ArgumentError: an argument is not positive and finite.
-        InputError: in forward, if shapes do not go together.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 2
@@ -167,7 +167,7 @@ class RestoreTokens(BasicOperation):
 
     Raises:
         InputError: in forward, if the input has not two dimensions, or the map not one of int64.
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

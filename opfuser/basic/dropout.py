@@ -36,8 +36,8 @@ class Dropout(BasicOperation):
         p: probability of zeroing an entry, from 0 to 1; 1 zeroes all of them.
 
     Raises:
-        ArgumentError: if p is no probability.
-        ArgumentTypeError: if p is no real Python number.
+        ArgumentError: if p is not a probability.
+        ArgumentTypeError: if p is not a real Python number.
     """
 
     kernels = ("Triton pointwise",)

@@ -24,10 +24,10 @@ from ._distributed import (
 class Embedding(BasicOperation):
     """Looks up rows of a table: ``y[..., :] = weight[x[...], :]``.
 
-    Shapes: x ``(...)`` of int32 or int64, weight ``(num_embeddings, embedding_dim)``,
-    y ``(..., embedding_dim)`` in the weight's dtype, also under autocast. The input has no
-    gradient; row i of the weight's is the sum of dy over the places where x is i.
-    The weight starts standard normal, as that of ``torch.nn.Embedding``. It may be tied to another
+    Shapes: x ``(...)`` of int32 or int64, weight ``(num_embeddings, embedding_dim)``, y ``(...,
+    embedding_dim)`` in the weight's dtype, also under autocast. The input has no gradient; row i of
+    the weight's is the sum of dy over the places where x is i. The weight is initialized from the
+    standard normal distribution, as in ``torch.nn.Embedding``. It may be tied to another
     operation's: ``linear.weight = embedding.weight``.
 
     With ``tensor_parallel`` every rank holds a slice of the rows, cut as by ``torch.chunk``, and
@@ -48,8 +48,8 @@ class Embedding(BasicOperation):
         sequence_dim: along which dimension of the output.
 
     Raises:
-        ArgumentError: if a size is negative, or ``padding_idx`` is no row, or a rank would have no
-            row; or of ``sequence_parallel`` without ``tensor_parallel``.
+        ArgumentError: if a size is negative, or ``padding_idx`` is not a row, or a rank would have
+            no row; or of ``sequence_parallel`` without ``tensor_parallel``.
         InputError: in forward, if the input is not of an integer dtype above, or cannot be sliced.
     """
 

@@ -28,7 +28,7 @@ class Jitter(BasicOperation):
 
     Raises:
         ArgumentError: if ε is not from 0 to 1.
-        ArgumentTypeError: if ε is no real Python number.
+        ArgumentTypeError: if ε is not a real Python number.
         InputError: in forward, if the input is not fp16, bf16, fp32 or fp64.
     """
 

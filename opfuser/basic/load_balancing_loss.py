@@ -41,7 +41,7 @@ class LoadBalancingLoss(BasicOperation):
     Raises:
         ArgumentError: there is no router, or the coefficient is not finite.
         InputError: in forward, if the terms are not all (2, E).
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

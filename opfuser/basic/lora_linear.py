@@ -87,7 +87,7 @@ class LoRALinear(LinearOperation):
     Raises:
         ArgumentError: sizes, dtypes, names, ranks or probabilities outside their domain; other
             names or ranks set later; in a call, weights that were cleared or differ in dtype.
-        ArgumentTypeError: a scale or a dropout is no real number.
+        ArgumentTypeError: a scale or a dropout is not a real number.
         InputError: the last dimension of x is not ``in_features``, or x is of another dtype.
     """
 

@@ -266,7 +266,7 @@ class MergedBias(OfProjections):
         return input_.add(self.operand(input_))
 
     def operand(self, x: Tensor, weight: gemm.Weight | None = None) -> Tensor:
-        """As of ``Bias``: the biases as one, (Σ sizes,), zero where a projection has none."""
+        """See ``Bias``: the biases as one, (Σ sizes,), zero where a projection has none."""
         width = x.shape[-1] if weight is None and x.dim() else 0
         if weight is not None:
             width = weight.shape[0]

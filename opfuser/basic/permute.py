@@ -31,7 +31,7 @@ class Permute(BasicOperation):
     the dtype of x, their weights that of the weights; either may be any.
 
     Saves the row map. No sum is atomic: results are bitwise reproducible. Nothing waits for a
-    GPU: an index that is no expert's fails there.
+    GPU: an index that is not an expert's fails there.
 
     On a GPU: two launches for the row map, with the number of rows, one for rows and their weights,
     and one for both gradients.
@@ -40,13 +40,13 @@ class Permute(BasicOperation):
 
     Args:
         num_experts: number of experts.
-        weighted: whether it takes and returns weights.
+        weighted: whether it reads and returns weights.
 
     Raises:
         ArgumentError: ``num_experts`` is below one.
-        InputError: in forward, if shapes do not go together or the indices are not int32 or int64;
-            on a CPU also if one is no expert's.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match or the indices are not int32 or int64;
+            on a CPU also if one is not an expert's.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     kernels = ("Triton row map",)

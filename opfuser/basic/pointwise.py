@@ -46,7 +46,7 @@ class PointwiseOperation(BasicOperation):
 
     Raises:
         ArgumentError: ``device_function`` is a string without a module or a name.
-        ArgumentTypeError: a constant is no real Python number.
+        ArgumentTypeError: a constant is not a real Python number.
         MissingImplementationError: in forward, if the subclass has no :meth:`value`; in backward,
             if it has no :meth:`derivative` and autograd finds none.
         InputError: in forward, if x is not fp16, bf16, fp32 or fp64.

@@ -19,7 +19,7 @@ class PositionEmbedding(BasicOperation):
     Shapes: x and y ``(..., sequence, embedding_dim)``, weight ``(num_positions, embedding_dim)``.
     The output has the dtype of x, to which the weight is cast. ``dx = dy``; row t of the weight's
     gradient is the sum of dy over all places of position t. Saved: the positions, if given. The
-    weight starts standard normal, as a table of ``torch.nn.Embedding``.
+    weight is initialized from the standard normal distribution, as in ``torch.nn.Embedding``.
 
     Source: Gehring et al., "Convolutional Sequence to Sequence Learning", 2017, arXiv 1705.03122;
     in BERT, GPT-2 and ViT.

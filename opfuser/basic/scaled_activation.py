@@ -152,7 +152,7 @@ class ScaledSwiGLU(_ScaledActivation):
         ArgumentError: if ``glu_interleave_size`` is not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units,
             the scales are not one per row, or the input is not fp16, bf16, fp32 or fp64.
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ScaledSiTUGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
 
@@ -208,7 +208,7 @@ class ScaledClampedQGeGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
@@ -245,7 +245,7 @@ class ScaledSReLU(_ScaledActivation):
     Dtypes and errors as in :class:`ScaledSwiGLU`.
 
     Args:
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
     """
 
     def make_function(self) -> ScalarFunction:
@@ -260,7 +260,7 @@ class ScaledTanhSReLU(_ScaledActivation):
 
     Args:
         tanh_clamp_scale: the cap c, finite and positive.
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
 
     Raises:
         ArgumentError: if ``tanh_clamp_scale`` is not finite and positive.

@@ -20,7 +20,7 @@ class SwapExtra(BasicOperation):
     the published tensor. Shapes and dtypes are any; gradients are exchanged likewise.
 
     Raises:
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

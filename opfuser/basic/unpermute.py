@@ -32,8 +32,8 @@ class Unpermute(BasicOperation):
         weighted: whether it takes weights.
 
     Raises:
-        InputError: in forward, if shapes do not go together or the map is not int32 or int64.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match or the map is not int32 or int64.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     kernels = ("Triton row map",)

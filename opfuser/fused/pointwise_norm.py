@@ -1,4 +1,4 @@
-"""A chain of element-wise operations and the norm behind it, in both passes."""
+"""A chain of element-wise operations and the norm after it, in both passes."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequenti
     Raises:
         NotSupportedError: the module is not one sequence of operations. The text names the
             operation and its place.
-        ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
+        ArgumentTypeError: ``module`` is not a ``torch.nn.Module``.
         ArgumentError: no call could be made without an example, or sizes of the example are equal
             that may differ.
     """

@@ -48,7 +48,7 @@ def to_torch(module: nn.Module) -> nn.Module:
         module: the tree, a :class:`opfuser.Sequential` or a single operation.
 
     Raises:
-        ArgumentTypeError: it is no module.
+        ArgumentTypeError: it is not a module.
         NotSupportedError: it holds operations, or options of them, that ``torch.nn`` does not have.
             The text names all of them.
     """

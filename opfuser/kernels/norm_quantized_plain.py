@@ -51,7 +51,7 @@ def forward_quantized_plain(
         scaling: how y is quantized.
 
     Raises:
-        RuntimeError: of blocks, D is no multiple of 128.
+        RuntimeError: of blocks, D is not a multiple of 128.
         ValueError: of kernels, the elements of a row are not side by side.
     """
     # For its statistics: a kernel may compute them, as of rows that are too long for one of fp8.

@@ -69,7 +69,7 @@ class StageModule(Sequential):
     Raises:
         ExtraInputCountError: a call passed fewer extra inputs than the stage takes, or another
             number of tensors of the stage before than that returns.
-        OpKwargsError: a key of ``op_kwargs`` is no operation.
+        OpKwargsError: a key of ``op_kwargs`` is not an operation.
     """
 
     tensors: StageTensors
@@ -192,7 +192,7 @@ def split(model: Sequential, stages: int | Sequence[str]) -> list[StageModule]:
             be. Tables of embeddings count nothing: rows are looked up, not multiplied.
 
     Raises:
-        ArgumentError: there are more stages than units, or none; a path is no module of a
+        ArgumentError: there are more stages than units, or none; a path is not a module of a
             Sequential, or is out of order; ``model`` carries hooks or has a forward of its own; a
             parameter would be in two stages, such as that of a tied head.
         ChannelError: a private channel would cross from stage to stage, as within a Residual.

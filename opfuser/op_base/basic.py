@@ -199,7 +199,7 @@ class BasicOperation(FusibleOperation):
         return ctx.settings
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        """The dtype of the output, which plans of the operations behind it depend on.
+        """The dtype of the output, which plans of the operations after it depend on.
 
         By default the input's, or the first parameter's where the input holds integers.
         """

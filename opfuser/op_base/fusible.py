@@ -95,7 +95,7 @@ class FusibleOperation(TracedCalls, Tracked):
         """The ``GroupQuantizer`` of what ``gathers`` gathers for it, likewise.
 
         Args:
-            env, needs: as of :meth:`takes_quantized`.
+            env, needs: see :meth:`takes_quantized`.
             gathers: the operation in front.
         """
         return None

@@ -51,7 +51,8 @@ def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
         recipe: that calls will have, of :mod:`opfuser.recipe`. Others keep nothing.
 
     Raises:
-        ArgumentError: ``recipe`` is none; the model was not called since :func:`opfuser.apply`.
+        ArgumentError: ``recipe`` is not a recipe; the model was not called since
+            :func:`opfuser.apply`.
     """
     check_recipe(recipe, "init_recipe_state")
     seen: set[nn.Module] = set()

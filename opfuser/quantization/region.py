@@ -202,7 +202,7 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
             scaling; None: each for itself.
 
     Raises:
-        ArgumentError: ``recipe`` is none.
+        ArgumentError: ``recipe`` is not a recipe.
         NotSupportedError: ``calibrating`` is set.
     """
 
@@ -253,13 +253,13 @@ def fp8_autocast(
     """:class:`autocast` with the names that Transformer Engine gave its arguments before.
 
     Args:
-        enabled: as of :class:`autocast`.
-        calibrating: as of :class:`autocast`.
+        enabled: see :class:`autocast`.
+        calibrating: see :class:`autocast`.
         fp8_recipe: its ``recipe``.
         fp8_group: its ``amax_reduction_group``.
 
     Raises:
-        ArgumentError: ``fp8_recipe`` is none.
+        ArgumentError: ``fp8_recipe`` is not a recipe.
         NotSupportedError: ``calibrating`` is set.
     """
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)

@@ -87,7 +87,7 @@ def quantized_model_init(
             ``weight.clear_high_precision_init_val()``.
 
     Raises:
-        ArgumentError: ``recipe`` is none.
+        ArgumentError: ``recipe`` is not a recipe.
         NotSupportedError: ``recipe`` is that of MXFP8 or NVFP4, and ``enabled`` is set: codes by
             rows and by columns are rounded apart there, or to 4 bits.
     """

@@ -46,7 +46,7 @@ class _Construction(Built):
     Args:
         reading: what was read.
         module: whose parameters and children it has.
-        checks: as of :func:`build`.
+        checks: see :func:`build`.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:

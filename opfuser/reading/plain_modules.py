@@ -1,4 +1,4 @@
-"""Modules for what is no operation of opfuser."""
+"""Modules for what is not an operation of opfuser."""
 
 from __future__ import annotations
 

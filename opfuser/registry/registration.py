@@ -30,7 +30,7 @@ def fusion(
         stage: ``"forward"``, ``"backward"``, or ``"joint"`` for both passes at once.
         pattern: operation classes in forward order, as of :class:`Fusion`.
         name: unique name; by default ``module:qualname`` of the class.
-        refuses: as of :class:`Fusion`.
+        refuses: see :class:`Fusion`.
         requires: what the machine and the call must have.
         prepend: apply it before the fusions registered so far rather than after them.
 

@@ -77,7 +77,7 @@ def check_fusion(
         zero_rows, factor, floor: as for :func:`check_op`.
 
     Raises:
-        AssertionError: as of :func:`check_op`, naming the pairing too, and the first step of the
+        AssertionError: see :func:`check_op`, naming the pairing too, and the first step of the
             plan whose results deviate when the steps are run one after the other.
         ArgumentError: ``ops`` do not form one group, the stage is missing, or ``dtypes`` is empty.
         UnknownFusionError: no fusion of that name is registered.

@@ -69,7 +69,7 @@ def check_op(
         AssertionError: naming the call, the tensor, its error and the error allowed, and the
             element that deviates most: its place, its value and those that it is compared with.
         ArgumentError: ``dtypes`` is empty.
-        ArgumentTypeError: ``op`` is no basic operation.
+        ArgumentTypeError: ``op`` is not a basic operation.
     """
     if not isinstance(op, BasicOperation):
         raise ArgumentTypeError.explained(

@@ -52,7 +52,7 @@ def places(
     """The row map (R,), the rows of each expert (E,), and whether all indices are experts' (1,).
 
     Each program adds up all histograms (P, E) anew, which are few: so it knows where its share of
-    each expert begins. The sort is stable. An index that is no expert's gets row 0.
+    each expert begins. The sort is stable. An index that is not an expert's gets row 0.
     """
     expert = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int64)
