@@ -112,7 +112,7 @@ class _NotKept(tuple[Any, ...]):
 
 
 class OperationContext:
-    """State that the forward of one basic operation hands to its backward.
+    """State that the forward of one basic operation passes to its backward.
 
     Tensors go through :meth:`save_for_backward`; small Python values may be set as attributes.
 
@@ -124,13 +124,13 @@ class OperationContext:
             order; empty unless the operation sets ``backward_reads_parameters = True``.
         settings: the operation's ``settings`` as they were when its forward began, in both passes;
             None for an operation that has none.
-        grad_input_quantizer: in backward, what makes of the gradient of the input what is wanted;
-            None: a tensor is.
+        grad_input_quantizer: in backward, the quantizer of the gradient of the input; None if a
+            plain tensor is expected.
         may_overwrite: whether an operation with ``in_place`` may overwrite its first extra input:
-            it is the caller's, nothing is recorded for backward, and no other tensor of the call
+            the caller passed it, nothing is recorded for backward, and no other tensor of the call
             shares its memory.
-        traced: whether torch.compile or torch.export traces the call: what it does depends on
-            nothing that another call has cached, and it caches nothing.
+        traced: whether torch.compile or torch.export traces the call, which then neither reads nor
+            fills any cache.
     """
 
     requires_grad: bool = True
@@ -156,11 +156,11 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Saves tensors of any shapes and dtypes for backward, at most once per operation.
 
-        A fused operation that saves less than an operation whose forward it has called sets
-        ``to_save`` to the tuple of what remains.
+        A fused operation that calls an operation's forward and saves less sets ``to_save`` to the
+        tuple of the remaining tensors.
 
         Raises:
-            SavedTensorsError: the operation has saved already.
+            SavedTensorsError: the operation has already saved tensors.
         """
         if self.to_save is not None:
             raise SavedTensorsError.explained(

@@ -85,8 +85,8 @@ class OperationFuser(TracedCalls):
 
     Args:
         ops: operations in forward order.
-        routing: of extra tensors; a Sequential states it. None: channels among ``ops``, all else
-            from the caller and to it.
+        routing: of extra tensors, set by a Sequential. None: channels connect operations among
+            ``ops``, and the caller passes and receives all other extra tensors.
 
     A call passes the input and all extra inputs in operation order. It returns the output, or a
     tuple of it and the public extra outputs.

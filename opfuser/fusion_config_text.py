@@ -49,7 +49,8 @@ def read(
         given_to: the origin of the values of a mapping.
 
     Raises:
-        ConfigError: the file cannot be read; a key, a name, a type or a value is not of the schema.
+        ConfigError: the file cannot be read, or a key, a name, a type or a value does not follow
+            the schema.
     """
     if isinstance(source, FusionConfig):
         return source

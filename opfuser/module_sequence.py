@@ -49,12 +49,12 @@ class ModuleSequence(TracedCalls, Tracked):
 
     @property
     def num_extra_outputs(self) -> int:
-        """Number of extra outputs that the caller gets."""
+        """Number of extra outputs that the caller receives."""
         raise NotImplementedError
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was used last, or None before the first call."""
+        """The plan of the last call, or None before the first call."""
         raise NotImplementedError
 
     def overrides_forward(self) -> bool:

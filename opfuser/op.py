@@ -132,16 +132,16 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
 class FusedOperation(CalledOperation, op_base.FusedOperation):
     """Consecutive basic operations executed as one.
 
-    One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
-    ``Linear``: a Sequential replaces it by its basic operations. Any other owns no parameters; its
-    basic operations do.
+    A class that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
+    ``Linear``: a Sequential replaces it with its basic operations. Any other fused operation owns
+    no parameters; its basic operations do.
 
     Args:
         basic_ops: the basic operations it replaces, in forward order.
 
     Raises:
-        ArgumentError: there are none.
-        ArgumentTypeError: one is not an operation.
+        ArgumentError: ``basic_ops`` is empty.
+        ArgumentTypeError: one of them is not an operation.
 
     Class attributes:
         saves_more: declares that its forward saves more bytes than the operations that it replaces;

@@ -42,8 +42,8 @@ class Choice(NamedTuple):
 
     Attributes:
         kernel: its name.
-        passed_over: every kernel before it in order of preference, and why it was not taken.
-        note: what is wrong with this process, if something keeps a faster kernel away.
+        passed_over: every kernel before it in order of preference, and why it was not chosen.
+        note: a problem of this process, if one keeps a faster kernel from running.
     """
 
     kernel: str

@@ -91,9 +91,9 @@ class GELU(_Activation):
         approximate: ``"tanh"``, or ``"none"`` for the exact function.
         cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
             fused with a quantized linear operation after it, as ``save_activations="fp8"`` of a
-            recipe does; backward computes from their values, forward from x. C must be a multiple
-            of 128: one scale for 128 columns of a row.
-            The plan lists what is saved so; elsewhere there is no effect.
+            recipe does; backward computes from the codes' values, forward from x. C must be a
+            multiple of 128, because 128 columns of a row share a scale. The plan lists what is
+            saved this way; otherwise there is no effect.
 
     Raises:
         ArgumentError: if ``approximate`` is neither.
@@ -203,8 +203,8 @@ class _SoftplusFunction(ScalarFunction):
 class Softplus(_Activation):
     r"""Smooth ReLU: :math:`y = \log(1 + e^{\beta x}) / \beta`, or x above a threshold.
 
-    That is where ``beta * x > threshold``. Any shape; the output has the compute dtype
-    (autocast's, else the input's). Errors are those of :class:`GELU`.
+    y is x where ``beta * x > threshold``. Any shape; the output has the compute dtype (autocast's,
+    else the input's). Errors are those of :class:`GELU`.
 
     Args:
         beta: sharpness.

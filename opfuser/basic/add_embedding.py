@@ -34,7 +34,7 @@ class AddEmbedding(BasicOperation):
         dtype: of the weight; None is torch's default.
 
     Raises:
-        ArgumentError: if a size is negative, or ``dtype`` not fp16, bf16, fp32 or fp64.
+        ArgumentError: if a size is negative, or ``dtype`` is not fp16, bf16, fp32 or fp64.
         InputError: in forward, if a shape or dtype is not as above.
         OpKwargsError: in forward, if keywords are passed.
     """

@@ -215,7 +215,7 @@ class BasicLinear(StoresWeight):
         return self.sharding.local_out_features
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
+        """Draws from ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
         tracker = self._rng_state_tracker_function
         if not self.weight.numel():
             return

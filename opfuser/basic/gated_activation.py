@@ -91,9 +91,9 @@ class GLU(_GatedActivation):
     Args:
         cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
             fused with a quantized linear operation after it, as ``save_activations="fp8"`` of a
-            recipe does; backward computes from their values, forward from x. F must be a multiple
-            of 128, and so must an interleave size: one scale for 128 columns of a row.
-            The plan lists what is saved so; elsewhere there is no effect.
+            recipe does; backward computes from the codes' values, forward from x. F must be a
+            multiple of 128, and so must an interleave size, because 128 columns of a row share a
+            scale. The plan lists what is saved this way; otherwise there is no effect.
 
     Raises:
         InputError: in forward, if the last dimension is odd.

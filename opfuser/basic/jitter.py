@@ -17,9 +17,9 @@ class Jitter(BasicOperation):
     """Multiplies each entry by a random factor from 1 - ε to 1 + ε: ``y = x * noise``.
 
     In evaluation, and for ε = 0, it is the identity. The gradient is ``dx = dy * noise``. Any
-    shape; the output has the dtype of the input, also under autocast. The noise is uniform, of
-    fp32, from torch's generator of the device, so that checkpointing that preserves its state draws
-    it again. It is what is saved. It makes routers of a mixture of experts explore.
+    shape; the output has the dtype of the input, also under autocast. The noise is uniform, in
+    fp32, from torch's generator of the device, so checkpointing that preserves its state draws the
+    same noise again. Saved: the noise. It makes the routers of a mixture of experts explore.
 
     Source: Fedus et al., "Switch Transformers", 2021, section 2.4.
 

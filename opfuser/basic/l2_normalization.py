@@ -33,8 +33,8 @@ class L2Normalization(BasicOperation):
         ArgumentError: if ``eps`` is negative or not finite.
         ArgumentTypeError: if ``eps`` is not a number.
         InputError: in forward, if x has no dimension, or is not fp16, bf16, fp32 or fp64.
-        NotSupportedError: if ``seq_length`` or ``micro_batch_size`` is given, which in te.ops
-            prepare compiled kernels for one shape.
+        NotSupportedError: if ``seq_length`` or ``micro_batch_size`` is given; in te.ops, these
+            prepare kernels for one shape.
     """
 
     kernels = ("Triton norm",)

@@ -120,12 +120,12 @@ class Routes(NamedTuple):
 
 
 class PrivateChannel(str):
-    """The name of a channel that only the operations of one Sequential see.
+    """The name of a channel that is visible only to the operations of one Sequential.
 
-    ``set_extra_output_channel`` and ``set_extra_input_channel`` take it in place of a string. It
-    connects operations that the same Sequential directly holds, not those of Sequentials inside or
-    around it, nor those of another place where it occurs: such a sequence can be copied, nested and
-    used twice, as :func:`opfuser.Residual` can.
+    ``set_extra_output_channel`` and ``set_extra_input_channel`` accept it instead of a string. It
+    connects operations that the same Sequential holds directly, not those of nested or enclosing
+    Sequentials, nor those of another occurrence. So such a sequence can be copied, nested and used
+    twice, like :func:`opfuser.Residual`.
     """
 
     __slots__ = ()

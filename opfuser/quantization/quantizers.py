@@ -516,13 +516,13 @@ def kept_weights() -> KeptWeights | None:
 def keep_quantized_weights() -> Iterator[None]:
     """A region in which every weight is quantized once, for all micro-batches.
 
-    Costs two bytes per weight until the block ends. What a checkpoint computes again in backward
-    has the codes of its forward.
+    Costs two bytes per weight until the block ends. Layers that activation checkpointing recomputes
+    in backward use the codes of their forward.
 
     Raises:
         QuantizedWeightError: at a call, if a weight was written to since it was quantized, or its
-            ``.data`` was replaced. A write into ``weight.data`` itself, as ``weight.data.mul_(2)``,
-            leaves no trace: it is not noticed, and calls go on with the codes of before.
+            ``.data`` was replaced. A write into ``weight.data`` itself, such as
+            ``weight.data.mul_(2)``, cannot be detected: calls continue with the old codes.
     """
     with keeping({}):
         yield

@@ -189,17 +189,17 @@ def check_recipe(recipe: object, where: str) -> Recipe:
 class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
     """A region in which linear operations compute in FP8.
 
-    The gradients of what is computed inside are quantized as well, wherever backward is called. On
-    opening the outermost region, the scales of delayed and predicted scaling follow what was seen
-    since the last time. May be used as a decorator.
+    The gradients of operations inside are quantized as well, wherever backward is called. Entering
+    the outermost region updates the scales of delayed and predicted scaling from the values seen
+    since the last time. Also works as a decorator.
 
     Args:
-        enabled: False is a region without quantized compute.
+        enabled: False makes a region without quantized compute.
         calibrating: not supported.
-        recipe: of :mod:`opfuser.recipe`; None is ``DelayedScaling(min_features=2048)``: smaller
+        recipe: of :mod:`opfuser.recipe`; None means ``DelayedScaling(min_features=2048)``: smaller
             linear operations stay in high precision.
-        amax_reduction_group: ranks that agree on the largest values of delayed and predicted
-            scaling; None: each for itself.
+        amax_reduction_group: ranks that share the largest values of delayed and predicted scaling;
+            None: each rank uses its own.
 
     Raises:
         ArgumentError: ``recipe`` is not a recipe.
@@ -250,7 +250,7 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: dist.ProcessGroup | None = None,
 ) -> autocast:
-    """:class:`autocast` with the names that Transformer Engine gave its arguments before.
+    """:class:`autocast` with the former argument names of Transformer Engine.
 
     Args:
         enabled: see :class:`autocast`.
