@@ -455,9 +455,10 @@ def test_where_no_call_can_be_made() -> None:
     with pytest.raises(ArgumentError) as error:
         opfuser.from_torch(nn.TransformerDecoderLayer(WIDTH, HEADS, 16))
     assert str(error.value) == (
-        "Arguments of a call of a module are made where it takes one tensor of a width that its "
-        "parameters have (from_torch). Received: TransformerDecoderLayer: missing a required "
-        "argument: 'memory'. Pass those of one call as example=, if its forward needs no values."
+        "Without example=, a module is called with one tensor as wide as its parameters, which has "
+        "to work (from_torch). Received: TransformerDecoderLayer: missing a required argument: "
+        "'memory'. Pass the arguments of one call as example=, unless its forward depends on "
+        "values."
     )
     with pytest.raises(ArgumentError, match="with a tensor of 11 x 13 x 2 it computes conv1d"):
         opfuser.from_torch(nn.Conv1d(3, 4, 2))
