@@ -28,7 +28,7 @@ def explain(invariant: str, *, where: str = "", received: str = "", remedy: str 
     if received:
         text += f" Received: {received}."
     if remedy:
-        text += f" {remedy.rstrip('.')}."
+        text += f" {remedy}" if remedy.endswith(("?", ".")) else f" {remedy}."
     return text
 
 

@@ -34,7 +34,7 @@ def features_refusal(features: tuple[int, int], env: Env) -> Refusal | None:
     """Why a matrix (N, K) is not multiplied as the recipe of a call says, or None."""
     multiple = 1 if env.recipe is None else env.recipe.multiple
     if any(size % multiple or not size for size in features):
-        return Refusal("SHAPE", f"its features, {features}, are no multiples of {multiple}")
+        return Refusal("SHAPE", f"its features, {features}, are not multiples of {multiple}")
     return None
 
 

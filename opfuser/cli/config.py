@@ -102,7 +102,7 @@ def run_check(args: argparse.Namespace) -> int:
             raise TargetError.explained(
                 "Inputs are those of a model",
                 received="--input without a model",
-                remedy="Name the model behind the file",
+                remedy="Name the model after the file",
             )
         return FINE
     found = plans(target)

@@ -153,7 +153,7 @@ def located(error: Exception, program: Program, stage: Stage) -> Exception:
         other: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
     else:
         kind = CacheFullError if isinstance(error, CacheFullError) else InputError
-        other = kind(f"{error} It came to {name} of the sequence.")
+        other = kind(f"{error} It was raised in {name} of the sequence.")
     _note(other, step, program, stage)
     return other
 

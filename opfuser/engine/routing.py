@@ -373,7 +373,7 @@ def wrong_count(asked_by: Sequence[str], received: int) -> ExtraInputCountError:
     """The error about a wrong number of extra inputs, given what asks for each."""
     text = explain(
         f"Expected {counted(len(asked_by), 'extra input')} but got {received}",
-        where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
+        where=f"read by {', '.join(asked_by)}" if asked_by else "no operation reads any",
         remedy="Pass one tensor per extra input after the main input, in operation order",
     )
     return ExtraInputCountError(text)

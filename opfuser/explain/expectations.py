@@ -68,7 +68,7 @@ def can_fuse(ops: nn.Module | Sequence[nn.Module], name: str, *example: Tensor) 
             "can_fuse answers for a call",
             where=f"fusion {name!r}",
             received="no input",
-            remedy="Pass a tensor as of the call; one of the meta device does",
+            remedy="Pass a tensor like that of the call; one on the meta device suffices",
         )
     if not isinstance(ops, Sequential):
         ops = Sequential(*_copies([ops] if isinstance(ops, nn.Module) else ops))

@@ -90,7 +90,7 @@ def _begin_with_norm(ops: Sequence[FusibleOperation]) -> bool:
 
 
 # A GEMM can start from the residual, and write over it.
-GEMM = Taker(before_norm=Refusal("CONFLICT", "on a GPU the norm behind it adds the residual"))
+GEMM = Taker(before_norm=Refusal("CONFLICT", "on a GPU the norm after it adds the residual"))
 
 # A factor is part of the gradient GEMMs too, 2A less in backward, which no norm offers.
 SCALED_GEMM = Taker()

@@ -50,10 +50,10 @@ def test_a_wrong_number_of_extra_inputs(call: Any, counts: tuple[int, int], aske
         call(*(randn(2, 3) for _ in range(given + 1)))
     inputs = "1 extra input" if expected == 1 else f"{expected} extra inputs"
     assert str(error.value) == (
-        f"Expected {inputs} but got {given} (asked for by {asked}). "
+        f"Expected {inputs} but got {given} (read by {asked}). "
         "Pass one tensor per extra input after the main input, in operation order."
     )
-    with pytest.raises(ExtraInputCountError, match="no operation asks for any"):
+    with pytest.raises(ExtraInputCountError, match="no operation reads any"):
         Sequential(Twice())(randn(2), randn(2))
 
 
@@ -67,7 +67,7 @@ def test_inputs_that_are_no_tensors(bad: Any, kind: str) -> None:
 
 def test_an_input_error_names_the_place() -> None:
     seq = Sequential(GELU(), RMSNorm(3), RMSNorm(4))
-    with pytest.raises(InputError, match=r"It came to op 2 \(RMSNorm\) of the sequence"):
+    with pytest.raises(InputError, match=r"It was raised in op 2 \(RMSNorm\) of the sequence"):
         seq(torch.ones(2, 3))
     with pytest.raises(InputError) as error:
         seq[1](torch.ones(2, 4))

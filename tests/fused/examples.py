@@ -283,7 +283,7 @@ def error_text(model: Sequential, *inputs: Tensor, **kwargs: Any) -> str:
     """The text of an InputError without the step that it came to, another one when fused."""
     with pytest.raises(InputError) as error:
         model(*inputs, **kwargs)
-    text, place = str(error.value).split(" It came to op ")
+    text, place = str(error.value).split(" It was raised in op ")
     assert place.endswith(" of the sequence.")
     return text
 

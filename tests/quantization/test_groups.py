@@ -262,7 +262,7 @@ def test_the_plan_and_its_refusals() -> None:
     assert (found.quantized, found.high_precision) == ((0,), ())
     assert found.fused("forward") == {"quantized_grouped_linear": 1}
     refused = plan(op, x, Float8BlockScaling())
-    assert "not op 0: SHAPE: its features, (16, 32), are no multiples of 128" in str(refused)
+    assert "not op 0: SHAPE: its features, (16, 32), are not multiples of 128" in str(refused)
     codes = [why.code for _, why in plan(GroupedLinear(2, 32, 20), x).high_precision]
     assert codes == ["SHAPE"]
     codes = [why.code for _, why in plan(copy.deepcopy(op).double(), x.double()).high_precision]

@@ -102,7 +102,7 @@ def test_the_plan_says_what_stays_in_high_precision() -> None:
         plan = odd.plan(X)
     assert [(at, why.code) for at, why in plan.high_precision] == [(0, "SHAPE"), (3, "SHAPE")]
     assert "quantized, Float8CurrentScaling: none" in str(plan)
-    assert "not op 0: SHAPE: its features, (20, 32), are no multiples of 16" in str(plan)
+    assert "not op 0: SHAPE: its features, (20, 32), are not multiples of 16" in str(plan)
     seq = model()
     seq[0].basic_ops[0].recipe = None
     with opfuser.autocast(recipe=CURRENT):

@@ -330,7 +330,9 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
     if internals.transforms_active() or internals.in_forward_mode():
         return Refusal("TRANSFORM", "a transform of torch.func, or forward mode, is under way")
     if internals.saved_tensors_hooks(False) is not None:
-        return Refusal("SAVED_TENSOR_HOOKS", "hooks, as of a checkpoint, are to see saved tensors")
+        return Refusal(
+            "SAVED_TENSOR_HOOKS", "hooks, such as those of a checkpoint, must see saved tensors"
+        )
     if torch.is_anomaly_enabled():
         return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
     if graphs.under_way():
