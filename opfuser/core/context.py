@@ -44,13 +44,13 @@ class TensorFacts(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """The dtypes in a call of an operation, as far as its output's depends on them.
+    """The dtypes in a call of an operation that its output's dtype may depend on.
 
     Attributes:
         input: of the main input.
         extra_inputs: of each extra input.
         parameters: of each parameter, in registration order.
-        autocast: of the autocast region that is active for the device, or None.
+        autocast: that of the autocast region active for the device, or None.
     """
 
     input: torch.dtype
@@ -65,7 +65,7 @@ class Dtypes(NamedTuple):
 
     @property
     def compute(self) -> torch.dtype:
-        """As :func:`compute_dtype`: that of autocast if active, else the input's."""
+        """The autocast dtype if active, otherwise the input's, as :func:`compute_dtype`."""
         return self.autocast or self.input
 
 
@@ -222,7 +222,7 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
 
     Args:
         input_: the operation's input, of any shape.
-        op: the operation, for the error text.
+        op: the operation, for the error message.
 
     Raises:
         InputError: the input is neither fp16, bf16, fp32 nor fp64.
@@ -234,11 +234,11 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
 
 
 def in_compute_dtype(x: Tensor, op: object = None) -> Tensor:
-    """``x`` in its :func:`compute_dtype`; itself where that is its own.
+    """``x`` in its :func:`compute_dtype`; ``x`` itself if it already has it.
 
     Args:
         x: the operation's input.
-        op: the operation, for the error text.
+        op: the operation, for the error message.
 
     Raises:
         InputError: as :func:`compute_dtype`.

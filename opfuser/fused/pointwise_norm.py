@@ -42,7 +42,7 @@ class PointwiseNorm(Pipeline):
         InputError: in forward, as in the operations that it replaces.
 
     Attributes:
-        planned: whether a plan built it, and not the user.
+        planned: whether a plan built it, not the user.
     """
 
     kernels = ("Triton pointwise",)

@@ -166,7 +166,7 @@ def rows_by_matrices(
         b_scale: (G, N); or (G, N / 128, K / 128), of squares.
         ends: of ``groups.group_ends``.
         dtype: of the result.
-        split: whether to add up in fp32 after every 128 products.
+        split: whether to accumulate in fp32 after every 128 products.
         out: where to write the result, of ``dtype``.
     """
     y: Tensor = _rows(a, b, a_scale, b_scale, ends, dtype, split, out)
@@ -193,7 +193,7 @@ def columns_by_columns(
         b_scale: (G K,); or (P / 128, K), of blocks; or (K / 128, up4(P / 128)), of squares.
         ends: of ``groups.group_ends``.
         dtype: of the result.
-        split: whether to add up in fp32 after every 128 products.
+        split: whether to accumulate in fp32 after every 128 products.
         out: where to write the result, of ``dtype``.
     """
     y: Tensor = _columns(a, b, a_scale, b_scale, ends, dtype, split, out)
