@@ -21,7 +21,7 @@ from .parts.quantized_linear import linear_part
 
 
 class RecomputeMLP(Pipeline):
-    r"""AddExtraInput, MakeExtraOutput, a norm, and two linear operations with an activation between.
+    r"""AddExtraInput, MakeExtraOutput, a norm, and two linear operations around an activation.
 
     .. math:: s = z + x, \quad y = f(\mathrm{norm}(s)\, W_1^T + b_1)\, W_2^T + b_2
 

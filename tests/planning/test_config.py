@@ -407,7 +407,7 @@ IN_FILE: dict[str, tuple[str, str]] = {
     "name": ("forward:\n  pair: {enabled: true}",
              r"not the name of a fusion \(FILE:3, forward\).*'pair'. Did you mean 'pairs'"),
     "name in an override": ("overrides:\n  a.*: {zzz: {}}",
-                            r"not the name of a fusion \(FILE:3, overrides, a\.\*\).*Choose among: "),
+                            r"not the name of a fusion \(FILE:3, overrides, a\.\*\).*Choose among"),
     "stage": ("joint:\n  pairs: {}",
               r"listed under its stage \(FILE:3, joint\).*pairs. Move it to forward"),
     "place": ("pairs: {enabled: true}",
