@@ -95,7 +95,7 @@ x + (Norm, MergedLinear x2, Gated, Linear)
     Norm
   and 33 modules inside of these
 kept as they are:
-  the model itself, embed_tokens: is called without a floating-point tensor of rows"""
+  the model itself, embed_tokens: has no floating-point input of two or more dimensions"""
 
 
 def test_a_report_reads_well() -> None:
