@@ -193,8 +193,8 @@ def test_a_forward_that_returns_nothing(grad: bool) -> None:
     with pytest.raises(ArgumentTypeError) as error:
         Sequential(Identity(), Forgets())(randn(2, grad=grad))
     assert str(error.value) == (
-        "The forward of an operation returns a tensor (op 1 (Forgets)). Received: NoneType. Return "
-        "the output from op_forward, and the pair of the output and the list of each basic "
+        "op_forward returns a tensor, fuser_forward a pair (op 1 (Forgets)). Received: NoneType. "
+        "Return the output from op_forward, and the pair of the output and the list of each basic "
         "operation's extra outputs from fuser_forward."
     )
 
@@ -293,7 +293,7 @@ WRONG_FORWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
      "that were kept. Set backward_reads_parameters = True in the operation's class; in forward, "
      "read parameters from self. It happened in the forward of op 1 (ReadsParametersInForward).")),
     (ReturnsPair, ForwardResultError,
-     "returns a tensor (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
+     "fuser_forward a pair (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
 ]  # fmt: skip
 WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
     (ReadsWhatWasNotSaved, SavedTensorsError,
@@ -487,7 +487,7 @@ def test_hazard_22_no_text_of_an_error_has_unfilled_braces() -> None:
 AS_LISTS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "all extra outputs": (
         lambda y, extras: (y, extras[0][0]), ForwardResultError,
-        "returns a tensor (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the output",
+        "fuser_forward a pair (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the output",
     ),
     "extra outputs": (
         lambda y, extras: (y, [extras[0][0]]), ForwardResultError,
