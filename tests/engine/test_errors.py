@@ -487,7 +487,7 @@ def test_hazard_22_no_text_of_an_error_has_unfilled_braces() -> None:
 AS_LISTS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "all extra outputs": (
         lambda y, extras: (y, extras[0][0]), ForwardResultError,
-        "fuser_forward a pair (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the output",
+        "fuser_forward a pair (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the",
     ),
     "extra outputs": (
         lambda y, extras: (y, [extras[0][0]]), ForwardResultError,
