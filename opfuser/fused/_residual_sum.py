@@ -21,7 +21,7 @@ from ..core.fusion import Env, Refusal
 from ..op import FusibleOperation
 
 _TO_GEMM = Refusal("CONFLICT", "left to the linear operation that may stand before it")
-_ELSEWHERE = Refusal("IN_PLACE", "the sum is to be written over the extra input")
+_ELSEWHERE = Refusal("IN_PLACE", "the sum must overwrite the extra input")
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class DecoderConfig:
 
     def _wrong_of_experts(self) -> tuple[str, list[str]] | None:
         if self.moe is None and (self.moe_layers is not None or self.router_aux_loss_coef):
-            return "What is said of experts must go with moe", _OF_EXPERTS
+            return "Fields about experts need moe", _OF_EXPERTS
         if self.moe is not None and self.moe.dim != self.dim:
             return "moe.dim must be dim", ["moe", "dim"]
         if not {*(self.moe_layers or ())} <= {*range(self.num_layers)}:

@@ -45,7 +45,7 @@ class Checkpointed:
         if taken <= len(known):
             return known[taken - 1]
         raise RecomputationError.explained(
-            "What a checkpoint computes again makes the calls of its forward",
+            "The recomputation of a checkpoint makes the calls of its forward",
             received=f"a quantized tensor after the {len(known)} of the forward",
             remedy="Call the same operations in the same order whenever the function of the"
             " checkpoint runs",

@@ -140,7 +140,7 @@ def recipe_of_call() -> Recipe | None:
         return None
     if isinstance(region.recipe, DelayedScaling) and in_backward() and computed_again() is None:
         raise RecomputationError.explained(
-            "What is computed again within backward has the scales of its forward",
+            "A recomputation within backward has the scales of its forward",
             received=f"a call in backward with {type(region.recipe).__name__}, by no checkpoint"
             " that is known",
             remedy="Use torch.utils.checkpoint or an autograd.Function, or a recipe that keeps"

@@ -334,7 +334,7 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
             "SAVED_TENSOR_HOOKS", "hooks, such as those of a checkpoint, must see saved tensors"
         )
     if torch.is_anomaly_enabled():
-        return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
+        return Refusal("ANOMALY_MODE", "errors must be traced to operations")
     if graphs.under_way():
         return Refusal("CAPTURING", "the caller captures a graph of its own")
     quantized = _refusal_of_quantization(call.program.plan.env.recipe)
@@ -352,7 +352,7 @@ def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
     if kept_weights() is not None:
         return Refusal("KEPT_WEIGHTS", "quantized weights are kept for calls outside of recordings")
     if is_watched():
-        return Refusal("WATCHED", "what is quantized is to be told")
+        return Refusal("WATCHED", "quantized tensors are being watched")
     return None
 
 
@@ -362,7 +362,7 @@ def _refusal_unless_asked(graphs: type[Graph]) -> Refusal | None:
     if objection is not None:
         return Refusal("DEBUGGING", objection)
     if BytesSaved.wanted:
-        return Refusal("WATCHED", "what every call saves is to be told")
+        return Refusal("WATCHED", "subscribers receive what every call saves")
     if torch.are_deterministic_algorithms_enabled():
         return Refusal("DETERMINISTIC", "which calls are replayed would depend on measured times")
     return None
