@@ -122,7 +122,7 @@ def subscribe(
 
     Args:
         callback: takes an event; its result is ignored.
-        only: the kinds that it receives; None means all. Other kinds cost nothing.
+        only: the kinds that it receives, by default all. Other kinds cost nothing.
 
     Returns:
         A handle with ``remove()``; as a context manager it ends the subscription with the block.
