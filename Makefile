@@ -71,7 +71,7 @@ quick: $(READY)
 	  $(QUICK:%=tests/%) $(ARGS)
 
 # With the torch of a machine that has a GPU, and not that of .venv. Each process is handed runs of
-# tests in their order, as neighbours share kernels that it compiles.
+# tests in their order, as neighbors share kernels that it compiles.
 test-gpu:
 	$(PYTHON) -m pytest -p tests.gpu_run -p no:benchmark -m gpu --numprocesses 15 --dist load -q \
 	  --tb short --durations 20 $(ARGS) tests

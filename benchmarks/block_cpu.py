@@ -142,7 +142,7 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
     return times
 
 
-def summarise(times: dict[str, list[float]]) -> list[dict[str, Any]]:
+def summarize(times: dict[str, list[float]]) -> list[dict[str, Any]]:
     medians = {name: statistics.median(own) for name, own in times.items()}
     eager = min(value for name, value in medians.items() if name.startswith("torch.nn"))
     rows = []
@@ -185,7 +185,7 @@ def main() -> None:
     results = {}
     for label in args.dtypes:
         steps = contestants(args.d, args.f, args.tokens, DTYPES[label], compiled)
-        results[label] = summarise(measure(steps, args.rounds))
+        results[label] = summarize(measure(steps, args.rounds))
         for row in results[label]:
             low, high = row["quartiles_ms"]
             print(

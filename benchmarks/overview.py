@@ -79,7 +79,7 @@ def bars(group: Group, folder: Path) -> list[Bar]:
 
 
 class Theme(NamedTuple):
-    """Colours on a light or a dark page; the background is the page's."""
+    """Colors on a light or a dark page; the background is the page's."""
 
     text: str
     faint: str
@@ -97,8 +97,8 @@ ROW, ABOVE, NAMES, COLUMN, BAR = 22, 34, 150, 300, 215
 WIDTH = NAMES + 2 * COLUMN
 
 
-def _text(x: float, y: float, text: str, colour: str, attributes: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{colour}"{attributes}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, color: str, attributes: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="{color}"{attributes}>{escape(text)}</text>'
 
 
 def _rows(group: Group, drawn: list[Bar], top: int, theme: Theme) -> Iterator[str]:

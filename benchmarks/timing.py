@@ -1,7 +1,7 @@
 """Timing: alternating rounds, inputs that are not in the caches, medians.
 
 Device time is measured between two events queued behind a stall, so that it excludes the host's
-launches. Wall time is measured around several calls and a synchronisation, so that it includes
+launches. Wall time is measured around several calls and a synchronization, so that it includes
 them.
 """
 
@@ -23,7 +23,7 @@ CACHES = 4  # size of the inputs of all turns together, in L2 caches
 WARM_UP = 3  # rounds
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
 LONGEST_STALL = 0.05  # seconds
-AGAIN = 5.0  # seconds until a call is interrupted once more, as a finaliser drops what it raises
+AGAIN = 5.0  # seconds until a call is interrupted once more, as a finalizer drops what it raises
 
 
 class Spread(NamedTuple):

@@ -17,7 +17,7 @@ INTERNAL = {
         "backward_by forward_by input_grad parameter_grads wants_weights"
     ),
     "opfuser.basic.permute.Permute": "recompute",
-    "opfuser.basic.qk_norm.QKNorm": "check_input gradients heads normalise",
+    "opfuser.basic.qk_norm.QKNorm": "check_input gradients heads normalize",
     "opfuser.basic.rotary_embedding.RotaryEmbedding": (
         "Saved Settings check_input given heads rotation settings_of_call"
     ),

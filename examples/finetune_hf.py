@@ -1,9 +1,10 @@
-"""Fine-tunes a model of transformers with Trainer: packed rows, LoRA or all weights, bf16 or FP8.
+"""Fine-tunes a transformers model with Trainer: packed rows, LoRA or all weights, bf16 or FP8.
 
-``--model`` names a folder (or a model of the hub) with a model and its tokenizer; without it, a
-small Llama begins from random weights. A run writes ``runs/<name>/``: checkpoints of Trainer,
-metrics.jsonl, results.json and, at the end, ``model/``, which ``--model`` takes. ``--resume`` goes
-on from the last checkpoint. ``--twin`` trains once more without opfuser, and compares.
+``pip install ".[examples,hf]"`` installs what it needs. ``--model`` names a folder (or a model of
+the Hugging Face Hub) with a model and its tokenizer; without it, a small Llama starts from random
+weights. A run writes ``runs/<name>/``: checkpoints of Trainer, metrics.jsonl, results.json and, at
+the end, ``model/``, which ``--model`` accepts. ``--resume`` continues from the last checkpoint.
+``--twin`` also trains without opfuser, and compares.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--text", type=Path, nargs="*", default=[], help="files or folders (default: Python's)"
     )
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters alone")
-    parser.add_argument("--recipe", choices=RECIPES, help="of the GEMMs in FP8")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only adapters")
+    parser.add_argument("--recipe", choices=RECIPES, help="FP8 recipe of the GEMMs")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--steps", type=int, default=200, help="of the optimiser")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=4, help="rows per step")
     parser.add_argument("--length", type=int, default=256, help="tokens per row")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, adapters and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, adapters and batches")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--tensorboard", action="store_true", help="write curves to runs/NAME")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    parser.add_argument("--twin", action="store_true", help="train without opfuser as well")
-    parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    parser.add_argument("--twin", action="store_true", help="also train without opfuser")
+    parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     options = parser.parse_args(argv)
     if options.recipe and options.lora:
         parser.error("--recipe: linear modules with adapters are not computed in FP8 (--lora)")
@@ -92,7 +93,7 @@ class FineTuning(transformers.Trainer):
 
     Args:
         folder: where metrics go.
-        recipe: of quantised compute, if any.
+        recipe: of quantized compute, if any.
         arguments: of Trainer.
     """
 

@@ -56,7 +56,7 @@ TAGS = {
 class Board:
     """Writes what a trainer tells of its steps as the curves of ``TAGS``.
 
-    Where ``peak`` is given, there is also ``speed/mfu``, the model FLOPs utilisation
+    Where ``peak`` is given, there is also ``speed/mfu``, the model FLOPs utilization
     ``tokens_per_second * flops_per_token / peak``.
 
     Args:

@@ -1,4 +1,4 @@
-"""The recipes of quantised compute by the names that ``train_lm.py --recipe`` takes."""
+"""The recipes of quantized compute by the names that ``train_lm.py --recipe`` takes."""
 
 from __future__ import annotations
 

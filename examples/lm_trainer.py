@@ -27,7 +27,7 @@ def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any
 class TrainConfig:
     """All that determines a run; every field is an option of the command line."""
 
-    steps: int = option(800, "optimiser steps")
+    steps: int = option(800, "optimizer steps")
     batch: int = option(8, "sequences per step")
     sequence: int = option(256, "bytes per sequence")
     dim: int = option(128, "features of a token")
@@ -35,19 +35,19 @@ class TrainConfig:
     heads: int = option(4, "query heads")
     kv_heads: int = option(0, "key and value heads; 0 is as many as query heads")
     ffn: int = option(0, "features inside the feed-forward block; 0 is 8/3 dim, rounded up")
-    untied: bool = option(False, "give the head a weight of its own")
+    untied: bool = option(False, "do not tie the head to the token table")
     lr: float = option(3e-3, "peak learning rate")
-    warmup: int = option(50, "steps until the peak, linearly; cosine to a tenth follows")
-    weight_decay: float = option(0.1, "of matrices")
+    warmup: int = option(50, "steps of linear warmup; then cosine decay to a tenth")
+    weight_decay: float = option(0.1, "weight decay of matrices")
     clip: float = option(1.0, "largest norm of the gradient")
-    seed: int = option(0, "of initial weights, batches and the sample")
+    seed: int = option(0, "seed of initial weights, batches and the sample")
     eval_every: int = option(200, "steps between validations, which also write a checkpoint")
     eval_batches: int = option(8, "validation batches; four times as many at the end")
     sample: int = option(300, "bytes of text to generate at the end")
-    device: str = option("auto", "auto is cuda where there is one, else cpu")
+    device: str = option("auto", "auto is cuda if available, otherwise cpu")
     dtype: str = option("auto", "float32, bfloat16 (autocast), float64; auto is bfloat16 on cuda")
     recipe: str = option(
-        "none", "of the layers' GEMMs in FP8; emulated without such a GPU", ("none", *RECIPES)
+        "none", "FP8 recipe of the layers' GEMMs; emulated on GPUs without FP8", ("none", *RECIPES)
     )
     register: bool = option(False, "register the user-defined fusion of lm_fusion.py")
     twin: bool = option(False, "train the same network in plain torch.nn and compare the losses")
@@ -102,7 +102,7 @@ class Probe(NamedTuple):
 
 
 class Trainer:
-    """One model, its optimiser and its folder; the same for opfuser and for the twin.
+    """One model, its optimizer and its folder; the same for opfuser and for the twin.
 
     Attributes:
         listeners: are told of each step: its metrics, ``tokens_per_second`` and ``saved_bytes``;
@@ -172,7 +172,7 @@ class Trainer:
         return requested
 
     def update(self, first: bool) -> dict[str, float]:
-        """Runs one step of the optimiser; returns its metrics."""
+        """Runs one step of the optimizer; returns its metrics."""
         lr = self.config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -1,14 +1,14 @@
 """Trains the model of train_lm.py on many processes, data-parallel or sharded.
 
 ``torchrun --nproc-per-node 2 --max-restarts 3 examples/train_distributed.py``: over NCCL on GPUs,
-over gloo on a CPU. Data, model and files are those of train_lm.py, with the same batch, of which
-each process takes an equal part; the losses are the same but for rounding. A checkpoint does not
-depend on the number of processes, nor on ``--parallel``: train_lm.py continues it as well.
+over gloo on a CPU. Data, model and files are those of train_lm.py, with the same batch, split
+evenly between the processes; losses are the same up to rounding. A checkpoint does not depend on
+the number of processes, nor on ``--parallel``: train_lm.py can continue it too.
 
-The batch of a step is a function of the seed and the step. After a worker was killed, torchrun
-starts all of them anew, or those that are left of ``--nnodes 1:2``, and they continue from the last
-checkpoint with the batches that an unbroken run has; metrics of steps after the checkpoint are
-dropped and written again. ``--recipe`` computes in FP8, with scales that all processes agree on.
+The batch of a step is a function of the seed and the step. If a worker is killed, torchrun restarts
+all workers, or with ``--nnodes 1:2`` those that are left. They continue from the last checkpoint
+with the batches of an uninterrupted run; metrics of steps after the checkpoint are written again.
+``--recipe`` computes in FP8, with scales that all processes share.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The whole network, loss included, is one ``opfuser.Sequential`` from ``opfuser.models``. A run
 writes ``runs/<name>/``: config.json, metrics.jsonl, checkpoint.safetensors, plan.txt, loss.png,
-results.json. Ctrl-C leaves a checkpoint; ``--resume`` continues it with the losses of an unbroken
-run. ``--tensorboard`` writes curves of every step for TensorBoard.
+results.json. Ctrl-C writes a checkpoint; ``--resume`` continues from it with the losses of an
+uninterrupted run. ``--tensorboard`` writes curves of every step for TensorBoard.
+``pip install ".[examples]"`` installs what it needs; ``make train`` does that by itself.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def parse_args(argv: list[str] | None) -> Options:
         "--peak-tflops",
         type=positive,
         metavar="N",
-        help="of the device; MFU is relative to it (known: bfloat16 on some NVIDIA GPUs)",
+        help="peak of the device, for MFU (built in: bfloat16 on some NVIDIA GPUs)",
     )
     add_options(parser)
     given = vars(parser.parse_args(argv))

@@ -14,7 +14,7 @@ __all__ = ["DeprecatedNameWarning"]
 
 
 class DeprecatedNameWarning(FutureWarning):
-    """A name of opfuser was used that the next minor version does not have."""
+    """A name was used that the next minor version of opfuser removes."""
 
 
 class Renamed(NamedTuple):

@@ -13,12 +13,12 @@ from typing_extensions import Self
 
 
 def explain(invariant: str, *, where: str = "", received: str = "", remedy: str = "") -> str:
-    """Joins the parts of an error text; empty parts are left out.
+    """Joins the parts of an error message; empty parts are omitted.
 
     Args:
-        invariant: what must hold.
+        invariant: the rule that was violated.
         where: the operation or fusion, or the place in it.
-        received: what was there instead.
+        received: the actual value.
         remedy: what to do.
     """
     text = invariant.rstrip(".")
@@ -28,7 +28,7 @@ def explain(invariant: str, *, where: str = "", received: str = "", remedy: str 
     if received:
         text += f" Received: {received}."
     if remedy:
-        text += f" {remedy.rstrip('.')}."
+        text += f" {remedy}" if remedy.endswith(("?", ".")) else f" {remedy}."
     return text
 
 
@@ -36,18 +36,18 @@ def counted(count: int, noun: str) -> str:
     """A number of things in the singular or the plural: ``"1 operation"``, ``"2 operations"``.
 
     Args:
-        count: how many.
-        noun: in the singular; its plural ends with s.
+        count: the number.
+        noun: in the singular, with a plural in s.
     """
     return f"{count} {noun}" + "s" * (count != 1)
 
 
 def choose_among(name: str, known: Iterable[str]) -> str:
-    """A remedy that lists the known names close to a misspelt one, or all; empty without any.
+    """A remedy that lists the known names close to a misspelled one, or all of them.
 
     Args:
-        name: misspelt.
-        known: the names that there are.
+        name: the misspelled name.
+        known: all names.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3) or names
@@ -55,13 +55,13 @@ def choose_among(name: str, known: Iterable[str]) -> str:
 
 
 class OpfuserError(Exception):
-    """Base of every error that opfuser raises on purpose."""
+    """Base of all errors that opfuser raises."""
 
     @classmethod
     def explained(
         cls, invariant: str, *, where: str = "", received: str = "", remedy: str = ""
     ) -> Self:
-        """One whose text is that of :func:`explain`."""
+        """Makes an error whose message comes from :func:`explain`."""
         return cls(explain(invariant, where=where, received=received, remedy=remedy))
 
 
@@ -74,7 +74,7 @@ class ArgumentTypeError(OpfuserError, TypeError):
 
 
 class ReadOnlyAttributeError(OpfuserError, AttributeError):
-    """An attribute was set that only the constructor sets."""
+    """An attribute was set that only the constructor may set."""
 
 
 class InputError(OpfuserError, ValueError):
@@ -98,15 +98,15 @@ class ParameterGradientCountError(OpfuserError, RuntimeError):
 
 
 class ForwardResultError(ArgumentTypeError):
-    """A forward returned something else than a tensor, or than a tensor and extra outputs."""
+    """A forward returned something other than a tensor, or a tensor and extra outputs."""
 
 
 class BackwardResultError(OpfuserError, TypeError):
-    """A backward returned something else than the gradients in their order."""
+    """A backward returned something other than the gradients in their order."""
 
 
 class GradientShapeError(OpfuserError, RuntimeError):
-    """A gradient has another shape than what it is the gradient of."""
+    """A gradient has another shape than its tensor."""
 
 
 class ContextError(OpfuserError, RuntimeError):
@@ -114,11 +114,11 @@ class ContextError(OpfuserError, RuntimeError):
 
 
 class SavedTensorsError(ContextError):
-    """Something was saved twice or is no tensor, or was read where nothing was saved."""
+    """Tensors were saved twice, or a non-tensor was saved, or nothing was saved to read."""
 
 
 class ParametersNotKeptError(ContextError):
-    """``ctx.parameters`` was read where the parameters of the forward call are not kept."""
+    """``ctx.parameters`` was read, but the parameters of the forward call are not kept."""
 
 
 class ExtraInputGradientCountError(OpfuserError, RuntimeError):
@@ -138,7 +138,7 @@ class ChannelCapturedError(OpfuserError, RuntimeError):
 
 
 class HiddenOutputError(OpfuserError, RuntimeError):
-    """A fused operation left out an extra output that is read outside of it."""
+    """A fused operation omitted an extra output that is read outside of it."""
 
 
 class OpKwargsError(OpfuserError, ValueError):
@@ -146,15 +146,15 @@ class OpKwargsError(OpfuserError, ValueError):
 
 
 class QuantizedWeightError(OpfuserError, RuntimeError):
-    """A weight changed while its quantised form was kept."""
+    """A weight changed while its quantized form was kept."""
 
 
 class RecomputationError(OpfuserError, RuntimeError):
-    """What is computed again in backward does not follow a forward, or not one that is known."""
+    """A recomputation in backward does not follow a known forward."""
 
 
 class MasterWeightError(OpfuserError, RuntimeError):
-    """A parameter was written to behind the back of its master weight."""
+    """A parameter was written to without updating its master weight."""
 
 
 class PlanError(OpfuserError, RuntimeError):
@@ -189,15 +189,15 @@ class DoubleBackwardError(OpfuserError, RuntimeError):
 
 
 class NotSupportedError(OpfuserError, NotImplementedError):
-    """An argument is part of the calling contract but has no implementation behind it."""
+    """An argument or call is valid, but not implemented."""
 
 
 class MissingImplementationError(OpfuserError, NotImplementedError):
-    """An operation lacks the forward or backward that it was asked to run."""
+    """An operation lacks the forward or backward that it has to run."""
 
 
 class TorchVersionError(OpfuserError, ImportError):
-    """The installed torch is too old, or has not the private name that a feature needs."""
+    """The installed torch is too old, or lacks a private name that a feature needs."""
 
 
 class MissingPackageError(OpfuserError, ImportError):
@@ -205,4 +205,4 @@ class MissingPackageError(OpfuserError, ImportError):
 
 
 class CompilerError(OpfuserError, RuntimeError):
-    """Triton could not build what launches its kernels."""
+    """Triton could not build the launcher of its kernels."""

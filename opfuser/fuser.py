@@ -85,16 +85,16 @@ class OperationFuser(TracedCalls):
 
     Args:
         ops: operations in forward order.
-        routing: of extra tensors; a Sequential states it. None: channels among ``ops``, all else
-            from the caller and to it.
+        routing: of extra tensors, set by a Sequential. None: channels connect operations among
+            ``ops``, and the caller passes and receives all other extra tensors.
 
     A call passes the input and all extra inputs in operation order. It returns the output, or a
     tuple of it and the public extra outputs.
 
     Raises:
-        ArgumentTypeError: an input or extra input is no tensor.
+        ArgumentTypeError: an input or extra input is not a tensor.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
-        NotSupportedError: torch.compile traces a call that computes quantised.
+        NotSupportedError: torch.compile traces a call that computes quantized.
     """
 
     forward_fusion_functions = _FusionFunctions("forward")
@@ -378,7 +378,7 @@ class OperationFuser(TracedCalls):
         return local_values(self._local)
 
     def _fake_parameters(self) -> list[Tensor]:
-        """As :meth:`_read_parameters`, with parametrised ones computed by :func:`fake_value`."""
+        """As :meth:`_read_parameters`, with parametrized ones computed by :func:`fake_value`."""
         return [
             fake_value(module, name)
             if name not in module._parameters and parametrize.is_parametrized(module, name)

@@ -34,16 +34,16 @@ __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names",
 
 
 class Gemm(NamedTuple):
-    """What is known of a product before it is computed: all but the number of rows.
+    """A product as known before it is computed: everything but the number of rows.
 
     Attributes:
         product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         out_features, in_features: N and K of the weight (N, K).
         formats: dtypes of the codes of both operands.
-        scalings: what has a scale of its own in both operands, of
-            :class:`torch.nn.functional.ScalingType`.
+        scalings: the granularity of scales of both operands, a
+            :class:`torch.nn.functional.ScalingType` each.
         dtype: of the result.
-        split: whether to add up in fp32 after every 128 products.
+        split: whether to accumulate in fp32 after every 128 products.
         device: of the operands.
         hardware: whether that device multiplies such codes.
     """
@@ -65,7 +65,7 @@ class GemmChoice(NamedTuple):
     Attributes:
         product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         provider: the name that the recipe has.
-        refusal: why torch computes it all the same; None: the provider does.
+        refusal: why torch computes it instead; None if the provider does.
         op: the basic operation, by index.
     """
 
@@ -82,15 +82,15 @@ class GemmChoice(NamedTuple):
 
 
 class GemmOperand(NamedTuple):
-    """Codes (M, K), row-major, and what they are multiplied by.
+    """Codes (M, K), row-major, and their scales.
 
     Attributes:
         codes: (M, K) of an fp8 dtype, or (M, K / 2) of fp4.
         scale: (1,) for a tensor; (K / 128, M) for blocks of 1 x 128; (M / 128, at least K / 128)
-            for squares; for blocks of 32 and 16 flat and swizzled, as
-            ``torch.nn.functional.scaled_mm`` takes them, with the fp32 scale of the tensor in the
+            for blocks of 128 x 128; for blocks of 32 and 16, flat and swizzled as
+            ``torch.nn.functional.scaled_mm`` requires, with the fp32 scale of the tensor in the
             last 4 bytes of the latter.
-        scaling: which of these.
+        scaling: which of these it is.
     """
 
     codes: Tensor
@@ -102,14 +102,13 @@ class GemmProvider(NamedTuple):
     """A library that multiplies quantized operands.
 
     Attributes:
-        name: by which recipes choose it.
-        refuses: why it does not compute a product, or None. Reads nothing but its argument, and is
-            asked at every call as well.
-        multiply: ``(a, b, dtype, split)`` to ``a bᵀ``, (M, N) of ``dtype``, for operands (M, K)
-            and (N, K) that are not empty. A gradient that is added to an fp32 ``main_grad`` is
-            asked for in fp32. Runs in the current stream, and waits for nothing.
-        replayable: whether it does nothing but launch kernels, so that its launches may be
-            recorded.
+        name: the name by which recipes choose it.
+        refuses: returns why it does not compute a product, or None. It reads only its argument, and
+            is also called at every call.
+        multiply: ``(a, b, dtype, split)`` to ``a bᵀ``, (M, N) of ``dtype``, for operands (M, K) and
+            (N, K) that are not empty. For a gradient that is added to an fp32 ``main_grad``,
+            ``dtype`` is fp32. It runs in the current stream, and must not synchronize.
+        replayable: whether it only launches kernels, so that its launches can be recorded.
     """
 
     name: str
@@ -127,13 +126,13 @@ def names() -> list[str]:
 
 
 def register(provider: GemmProvider) -> None:
-    """Makes a provider known. Recipes that name it may be constructed from now on.
+    """Registers a provider. Recipes can name it from now on.
 
     Args:
-        provider: with the name by which recipes choose it.
+        provider: the provider, whose ``name`` recipes use.
 
     Raises:
-        ArgumentError: there is one of that name.
+        ArgumentError: there is already one of this name.
     """
     if provider.name in names():
         raise ArgumentError.explained(
@@ -149,10 +148,10 @@ def find(name: str) -> GemmProvider | None:
     """The provider with a given name; None for torch.
 
     Args:
-        name: as recipes have it.
+        name: the name in recipes.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is no provider of this name.
     """
     if name == "torch":
         return None

@@ -41,23 +41,23 @@ def apply(
     fused_loss: bool = False,
     merge_storages: bool = False,
 ) -> Report:
-    """Replaces what it can of a transformers model by fused sequences of operations.
+    """Replaces modules of a transformers model by fused sequences of operations where it can.
 
-    As :func:`opfuser.apply`, with an example where none is given: a small batch of the tokens or
-    images that the configuration describes, on the model's device. There is none, and the report
-    says of modules that they were not called yet, if a call of the model could be noticed or take
-    long: where modules have hooks, where parameters are sharded, quantised or on several devices,
-    and for more than two billion of them on a CPU; nor if the model refuses it.
+    Like :func:`opfuser.apply`, with a default example: a small batch of the tokens or images that
+    the configuration describes, on the model's device. There is no default, and the report lists
+    modules as not called yet, if a call of the model could have side effects or take long (modules
+    have hooks; parameters are sharded, quantized or on several devices; there are more than two
+    billion of them on a CPU), or if the model rejects the batch.
 
     Args:
         model: a ``PreTrainedModel``, or any module.
-        example: as of :func:`opfuser.apply`.
+        example: as in :func:`opfuser.apply`.
         dry_run: likewise.
         fused_loss: likewise.
         merge_storages: likewise.
 
     Returns:
-        What computes the modules of the model, and why the others are kept.
+        The report: what computes the modules of the model, and why the others are kept.
 
     Raises:
         ArgumentTypeError: as :func:`opfuser.apply`.

@@ -127,12 +127,11 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
         num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
         backward_reads_parameters: asks the engine to keep the parameters of the forward call in
             ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
-        communicates: whether ranks may exchange data in its passes.
-        stores_last: whether all that it does with its keyword ``cache`` is to ask
-            ``attention.cache.extended``; a sequence can then have the cache store after all else.
-        takes_keywords: whether a forward may be given keywords at all; without, they are refused
-            before it runs.
-        takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
+        communicates: whether its passes may exchange data between ranks.
+        stores_last: whether it only calls ``attention.cache.extended`` with its keyword ``cache``;
+            a sequence can then store into the cache last.
+        takes_keywords: whether forward accepts keywords; if not, they are refused before it runs.
+        takes_part_in_recipes: whether it has GEMMs that a recipe of quantized compute may quantize.
         Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
             the contract between every forward (fused or not) and every backward of this operation.
     """
@@ -144,12 +143,12 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
             self.reset_recipe_state()
 
     def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
-        """Forgets the scales of quantised compute: they begin anew at the next call.
+        """Discards the scales of quantized compute; the next call starts new ones.
 
         Args:
-            recipe: of calls to come, whose state is made at once; see
-                :func:`opfuser.init_recipe_state`. None leaves that to the first call. Either way
-                calls follow the recipe of their region.
+            recipe: the recipe of later calls, whose state is created immediately; see
+                :func:`opfuser.init_recipe_state`. None leaves that to the first call. In both
+                cases, calls follow the recipe of their region.
 
         Raises:
             ArgumentError: ``recipe`` is neither None nor a recipe.
@@ -171,10 +170,10 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
     _plain_forward = forward
 
     def share_parameters_with(self, owner: FusibleOperation) -> None:
-        """Hands the parameters of this operation over to a compound.
+        """Shares the parameters of this operation with a compound.
 
-        Both use one dictionary from now on: an assignment through either is visible in both, and
-        the state dict has the compound's plain names.
+        Both use the same dictionary from now on: an assignment through either is visible in both,
+        and the state dict has the compound's plain names.
         """
         owner._parameters.update(self._parameters)
         if CHILD in self._modules:
@@ -186,16 +185,16 @@ class BasicOperation(CalledOperation, op_base.BasicOperation):
 class FusedOperation(CalledOperation, op_base.FusedOperation):
     """Consecutive basic operations executed as one.
 
-    One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
-    ``Linear``: a Sequential replaces it by its basic operations. Any other owns no parameters; its
-    basic operations do.
+    A class that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
+    ``Linear``: a Sequential replaces it with its basic operations. Any other fused operation owns
+    no parameters; its basic operations do.
 
     Args:
         basic_ops: the basic operations it replaces, in forward order.
 
     Raises:
-        ArgumentError: there are none.
-        ArgumentTypeError: one is no operation.
+        ArgumentError: ``basic_ops`` is empty.
+        ArgumentTypeError: one of them is not an operation.
 
     Class attributes:
         saves_more: declares that its forward saves more bytes than the operations that it replaces;

@@ -27,58 +27,59 @@ _Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 class MasterWeights(Optimizer):
     """Runs any torch optimizer on fp32 copies of parameters of lower precision.
 
-    Each step takes the gradients of the model's parameters, has the optimiser update the copies
-    (the master weights of Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740), and
-    rounds these to the parameters: to FP8 with scales from the largest values of now, where a
-    linear operation was constructed within :func:`opfuser.quantized_model_init`. Parameters in fp32
-    and fp64 are optimised themselves, and so are complex ones.
+    In each step, the optimizer updates the copies (the master weights of Micikevicius et al.,
+    "Mixed Precision Training", arXiv:1710.03740) with the gradients of the model's parameters, and
+    the copies are rounded to the parameters: to FP8, with scales from their current largest values,
+    if a linear operation was constructed within :func:`opfuser.quantized_model_init`. Parameters in
+    fp32 and fp64 and complex ones are optimized directly.
 
-    Used as the optimiser itself: by schedulers, ``torch.amp.GradScaler``,
-    ``torch.distributed.checkpoint`` and ``clip_grad_norm_(model.parameters(), ...)``; it is copied,
-    pickled and hooked as others are. ``param_groups`` have the model's parameters, and ``state`` is
-    keyed by them: what the optimiser keeps for each, and the copy as ``"master_param"``. The next
-    step follows what is changed there. ``optimizer`` is the one that updates the copies.
+    Use it like the optimizer itself, with schedulers, ``torch.amp.GradScaler``,
+    ``torch.distributed.checkpoint`` and ``clip_grad_norm_(model.parameters(), ...)``; copying,
+    pickling and hooks work too. ``param_groups`` have the model's parameters, and ``state`` is
+    keyed by them: the optimizer's state for each, and the copy as ``"master_param"``. The next step
+    uses any changes made there. ``optimizer`` is the optimizer that updates the copies.
 
-    The state of a parameter begins with its first update, and the copy with the value that the
-    parameter has then: a model may be loaded before. A value that
-    ``preserve_high_precision_init_val=True`` has kept is used instead if that value rounds to the
-    parameter's; the constructor takes and frees it.
+    The state of a parameter is created at its first update, and the copy starts with the value that
+    the parameter has then, so you can load a model before. A value kept by
+    ``preserve_high_precision_init_val=True`` is used instead if it rounds to the parameter's; the
+    constructor takes it over and frees it.
 
-    From then on nothing else is to write to the parameter. Noticed at the next step is every write
-    that counts versions (as those in place do), memory that was replaced (``p.data = ...``,
+    From then on, nothing else must write to the parameter. The next step detects every write that
+    changes the version counter (as in-place operations do), replaced memory (``p.data = ...``,
     ``vector_to_parameters``), and a write through ``p.data`` that changes one of the elements that
-    are compared: 32 to 64 of each parameter, spread over it, and of its scale in FP8. On a GPU the
-    last kind is noticed one or more steps later, which have overwritten it by then, or by
-    :meth:`state_dict`, as no step waits for the device; and not while a graph is recorded or
-    replayed. Values that are those of the rounded copy are no error. Call :meth:`read_parameters`
-    after any other write, and before the next step.
+    are compared: 32 to 64 of each parameter, spread over it, and of its scale in FP8. On a GPU,
+    where no step waits for the device, the last kind is detected one or more steps later, when it
+    has been overwritten, or by :meth:`state_dict`; and not while a graph is recorded or replayed.
+    Writing the values of the rounded copy is not an error. After any other write, call
+    :meth:`read_parameters` before the next step.
 
-    Where an operation has added to ``main_grad`` since the last step or :meth:`zero_grad`, as
-    ``grad_added_to_main_grad`` says, the gradient is the sum of that and of ``grad``, to which
-    other uses of the parameter contribute. The step sets the flag to False; the caller sets
-    ``main_grad`` to zero. Modules of Transformer Engine leave in ``grad`` what was never written,
-    unless the parameter has ``zero_out_wgrad``: the gradient is ``main_grad`` then.
-    ``clip_grad_norm_`` sees ``grad`` alone: clip ``main_grad`` yourself.
+    If an operation has added to ``main_grad`` since the last step or :meth:`zero_grad`, as
+    ``grad_added_to_main_grad`` says, the gradient is the sum of ``main_grad`` and ``grad``, to
+    which other uses of the parameter contribute. The step sets the flag to False; the caller zeroes
+    ``main_grad``. Modules of Transformer Engine leave uninitialized values in ``grad`` unless the
+    parameter has ``zero_out_wgrad``: the gradient is then ``main_grad`` alone. ``clip_grad_norm_``
+    only sees ``grad``: clip ``main_grad`` yourself.
 
-    Parameters in FP8 get ``grad_dtype = None``: ``torch.distributed.checkpoint`` sets gradients of
-    the parameter's own dtype, zeros, to have the state made.
+    Parameters in FP8 get ``grad_dtype = None``, because ``torch.distributed.checkpoint`` sets zero
+    gradients of the parameter's own dtype to create the state.
 
     Args:
-        model: has all weights in FP8 that are to be optimised. As of any optimiser, its parameters
-            stay the same objects: make it after ``to_empty`` and ``load_state_dict(assign=True)``.
-        optimizer_class: as ``torch.optim.AdamW``.
-        params: parameters or groups of them, as optimisers take them; None is all of the model.
+        model: holds all weights in FP8 that are optimized. As with any optimizer, its parameters
+            must stay the same objects: construct this after ``to_empty`` and
+            ``load_state_dict(assign=True)``.
+        optimizer_class: such as ``torch.optim.AdamW``.
+        params: parameters or groups of them, as for any optimizer; None means all of the model.
         arguments: of ``optimizer_class``.
 
     Raises:
-        ArgumentError: a parameter is on the meta device, or is in FP8 and no weight of the model's
-            linear operations. Or at a step, if groups have lost or got parameters otherwise than by
-            :meth:`add_param_group`, or if ``"master_param"`` was set to something of another shape.
-        MasterWeightError: at a step, if a parameter was written to since the last one, or if an
-            operation has another parameter in place of a weight in FP8. Or if a parameter's
-            gradient is said to be in a ``main_grad`` that it lacks.
+        ArgumentError: a parameter is on the meta device, or is in FP8 and not a weight of the
+            model's linear operations; at a step, if groups lost or got parameters other than by
+            :meth:`add_param_group`, or if ``"master_param"`` was set to a tensor of another shape.
+        MasterWeightError: at a step, if a parameter was written to since the last one, if an
+            operation has another parameter instead of a weight in FP8, or if the flag says that a
+            gradient is in a ``main_grad`` that does not exist.
         NotSupportedError: with ``differentiable``; at a step of ``GradScaler``, if gradients are in
-            ``main_grad``; and if a first update is recorded into a graph of a GPU.
+            ``main_grad``; and if the first update is recorded into a CUDA graph.
     """
 
     optimizer: Optimizer
@@ -120,7 +121,7 @@ class MasterWeights(Optimizer):
                 "Parameters have values, which masters begin with",
                 where="MasterWeights",
                 received=f"{received} on the meta device",
-                remedy="Materialise the model first: to_empty replaces its parameters",
+                remedy="Materialize the model first: to_empty replaces its parameters",
             )
         if is_fp8(param.dtype) and param not in self._linears:
             raise ArgumentError.explained(
@@ -145,7 +146,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _masters_were_made(self) -> None:
-        """Takes over what the inner optimiser has made for new masters, besides what was lent."""
+        """Takes over what the inner optimizer has made for new masters, besides what was lent."""
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             self._refuse_derivatives()
         self._of_master = {pair.master: pair for pair in self._pairs.values()}
@@ -176,7 +177,7 @@ class MasterWeights(Optimizer):
             theirs.update((key, value) for key, value in ours.items() if key != "params")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimiser; the parameters get masters."""
+        """Adds a group, as for any optimizer; its parameters get master weights."""
         super().add_param_group(param_group)
         if "optimizer" not in self.__dict__:
             return
@@ -195,7 +196,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates masters and parameters; ``closure`` as of the optimiser."""
+        """Updates master weights and parameters; ``closure`` as for the optimizer."""
         self._check_groups()
         self._check_weights()
         self._refuse_scaler()
@@ -227,17 +228,17 @@ class MasterWeights(Optimizer):
                 where="MasterWeights",
                 received=f"{len(given - self._pairs.keys())} that are new and"
                 f" {len(self._pairs.keys() - given)} that are gone",
-                remedy="Make another optimiser and load the state dict of this one",
+                remedy="Make another optimizer and load the state dict of this one",
             )
 
     def _check_weights(self) -> None:
         for pair in self._pairs.values():
             if pair.is_replaced():
                 raise MasterWeightError.explained(
-                    "A weight in FP8 stays the parameter that its optimiser was made for",
+                    "A weight in FP8 stays the parameter that its optimizer was made for",
                     where="MasterWeights",
                     received=f"{pair.name}, in whose place the operation has another one",
-                    remedy="Make the optimiser after what replaces parameters, as"
+                    remedy="Make the optimizer after what replaces parameters, as"
                     " load_state_dict(assign=True) does",
                 )
 
@@ -283,7 +284,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _lend_state(self) -> None:
-        """Hands the state to the inner optimiser: keyed by masters, which it does not have."""
+        """Hands the state to the inner optimizer: keyed by masters, which it does not have."""
         lent = self.optimizer.state
         lent.clear()
         for key, kept in self.state.items():
@@ -321,7 +322,7 @@ class MasterWeights(Optimizer):
             kept[_MASTER] = pair.master
 
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure`` for the masters, which the optimiser may move between two evaluations."""
+        """``closure`` for the masters, which the optimizer may move between two evaluations."""
 
         @torch.no_grad()
         def evaluate() -> Any:
@@ -353,7 +354,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def read_parameters(self) -> None:
-        """Sets masters to the values of the parameters, after something else has written these."""
+        """Sets master weights to the values of the parameters, after another write to these."""
         for pair in self._pairs.values():
             if pair.apart:
                 pair.read()
@@ -361,9 +362,9 @@ class MasterWeights(Optimizer):
         self._writes.note(self._started())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimiser, for the model's parameters.
+        """Resets the gradients of the model's parameters, as any optimizer does.
 
-        What ``main_grad`` holds is left to its owner; no step takes it before it was added to.
+        It does not change ``main_grad``, but no step uses it before an operation adds to it again.
         """
         super().zero_grad(set_to_none)
         for pair in self._pairs.values():
@@ -371,10 +372,10 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimiser, with masters.
+        """The state of the optimizer, with master weights.
 
         Raises:
-            MasterWeightError: a step has overwritten what was written to a parameter on a GPU.
+            MasterWeightError: a step has overwritten a write to a parameter on a GPU.
         """
         self._writes.raise_what_was_found()
         # Before the first step, what parameters were rounded from exists nowhere else.
@@ -392,13 +393,13 @@ class MasterWeights(Optimizer):
                 del self.state[pair.param]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` has made, and rounds the masters to the parameters.
+        """Loads the result of :meth:`state_dict`, and rounds the master weights to the parameters.
 
-        Masters that it does not have, as that of the optimiser alone, are set to the values of the
-        parameters. What does not fit changes nothing.
+        Master weights that it lacks, such as in the state dict of the optimizer alone, are set to
+        the values of the parameters. If something does not fit, nothing changes.
 
         Raises:
-            ArgumentError: groups or masters do not fit.
+            ArgumentError: groups or master weights do not fit.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -444,10 +445,10 @@ class MasterWeights(Optimizer):
         given, own = ([len(g["params"]) for g in of] for of in (groups, self.param_groups))
         if given != own:
             raise ArgumentError.explained(
-                "A state dict has the groups of the optimiser, with as many parameters each",
+                "A state dict has the groups of the optimizer, with as many parameters each",
                 where="MasterWeights",
                 received=f"groups of {given} parameters for those of {own}",
-                remedy="Make the optimiser with the groups that were saved",
+                remedy="Make the optimizer with the groups that were saved",
             )
         keys = (key for group in groups for key in group["params"])
         params = (param for group in self.param_groups for param in group["params"])

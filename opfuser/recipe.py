@@ -42,10 +42,10 @@ class _Largest(NamedTuple):
 
 
 class Format(Enum):
-    """The formats of forward and backward; the value holds their largest numbers.
+    """The formats of forward and backward; the value holds the largest number of each.
 
     E4M3: 4 bits of exponent, largest 448. E5M2: 5 bits of exponent, largest 57344. HYBRID: E4M3 in
-    forward, E5M2 for gradients of outputs. E2M1, of NVFP4 alone: 4 bits, the numbers 0, 0.5, 1,
+    forward, E5M2 for gradients of outputs. E2M1, for NVFP4 only: 4 bits, the numbers 0, 0.5, 1,
     1.5, 2, 3, 4, 6 and their negatives.
     """
 
@@ -74,8 +74,8 @@ class MMParams:
     """Parameters of one GEMM.
 
     Attributes:
-        use_split_accumulator: add up in fp32 after every 128 products. Without it the GPU keeps
-            about 14 bits of a sum.
+        use_split_accumulator: accumulate in fp32 after every 128 products. Without it, the GPU
+            keeps about 14 bits of a sum.
     """
 
     use_split_accumulator: bool = True
@@ -87,8 +87,8 @@ class QParams:
 
     Attributes:
         power_2_scale: whether scales are powers of two.
-        amax_epsilon: a lower bound of the amax that a scale is computed from.
-        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4 alone; see
+        amax_epsilon: a lower bound for the amax that a scale is computed from.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: for NVFP4 only; see
             :class:`NVFP4BlockScaling`.
     """
 
@@ -106,21 +106,20 @@ class Recipe:
     Attributes:
         fp8_format: of the operands.
         fp8_dpa, fp8_mha: attention in FP8; not supported.
-        backward_override: ``"high_precision"`` computes both gradients without quantisation, as
+        backward_override: ``"high_precision"`` computes both gradients without quantization, as
             ``dgrad="bf16", wgrad="bf16"`` does.
-        save_activations: ``"fp8"`` saves the input of an activation in front of a quantised linear
-            operation for backward in E4M3, one byte for each element and four for each 128, with
-            scales of their own; what forward computes does not change. Where it is not so, says
-            ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
-        min_features: linear operations with fewer features on either side, of this rank's slice,
-            compute without the recipe, and the plan says so; not those whose weight is stored
-            quantised. Where a GPU takes less time than the host, FP8 saves none.
-        gemm: who multiplies quantised operands, by the name of a provider of
-            :mod:`opfuser.gemm_providers`. Products that it refuses are torch's; the plan says who
-            computes which, and why.
-        fprop, dgrad, wgrad: ``"fp8"``, the format of the recipe whatever its name, or ``"bf16"``
-            for the dtype that the operation computes in without a recipe: of the forward GEMM, and
-            of those of the gradients of input and weight.
+        save_activations: ``"fp8"`` saves the input of an activation before a quantized linear
+            operation for backward in E4M3: one byte per element, and four per 128 for a scale.
+            Forward does not change. ``cache_quantized_input`` of :class:`opfuser.SwiGLU` lists the
+            conditions. None saves it unchanged.
+        min_features: linear operations with fewer input or output features, in this rank's slice,
+            compute without the recipe, and the plan says so; except those whose weight is stored
+            quantized. If CPU overhead limits an operation, FP8 saves no time.
+        gemm: the name of the provider of :mod:`opfuser.gemm_providers` that multiplies quantized
+            operands. torch computes the products that it refuses; the plan says which, and why.
+        fprop, dgrad, wgrad: formats of the forward GEMM, and of the GEMMs of the gradients of input
+            and weight: ``"fp8"`` for the recipe's format, whatever its name, or ``"bf16"`` for the
+            dtype that the operation computes in without a recipe.
 
     Raises:
         ArgumentError: a value outside its domain.
@@ -145,7 +144,7 @@ class Recipe:
     capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((8, 9), None)
     # Of the operands, in messages.
     operands: ClassVar[str] = "FP8"
-    # Whether operations hand on codes of what they compute; else whoever takes it quantises it.
+    # Whether operations hand on codes of what they compute; else whoever takes it quantizes it.
     handed_on: ClassVar[bool] = True
     # Whether only operations of groups of rows follow the recipe.
     of_groups: ClassVar[bool] = False
@@ -230,15 +229,15 @@ class DelayedScaling(Recipe):
     """One scale per tensor, from the largest values of earlier calls.
 
     ``s = largest / amax / 2^margin``, with the amax that ``amax_compute_algo`` finds in the
-    history. The first call computes its amax before it quantises: with a scale of 1 small
-    gradients would be lost. A call that exceeds the history saturates.
+    history. The first call computes its amax before it quantizes: with a scale of 1, small
+    gradients would be lost. Values that exceed the largest value of the history saturate.
 
     Attributes:
-        margin: powers of two that are left for values to grow.
-        amax_history_len: calls that the history holds.
+        margin: headroom for values to grow, in powers of two.
+        amax_history_len: number of calls in the history.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         scaling_factor_compute_algo: not supported.
-        reduce_amax: whether ranks of the region's group agree on the largest values.
+        reduce_amax: whether the ranks of the region's group share the largest values.
     """
 
     margin: int = 0
@@ -264,13 +263,13 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8PredictedScaling(DelayedScaling):
-    """Delayed scaling from the previous call only, with room for values to grow.
+    """Delayed scaling from the previous call only, with headroom for values to grow.
 
-    In E4M3 a scale that is too small by 2^margin costs no precision as long as the small values
-    stay normal: 2^-6 to 448 times 1/s.
+    In E4M3, a scale that is too small by 2^margin costs no precision as long as small values stay
+    in the normal range, 2^-6 to 448 times 1/s.
 
     Attributes:
-        margin, amax_history_len, amax_compute_algo: as of :class:`DelayedScaling`, with other
+        margin, amax_history_len, amax_compute_algo: see :class:`DelayedScaling`, with other
             defaults.
     """
 
@@ -281,7 +280,7 @@ class Float8PredictedScaling(DelayedScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale for a tensor, from its own largest value: every tensor is read twice.
+    """One scale per tensor, from its own largest value: every tensor is read twice.
 
     ``s = largest / amax``.
 
@@ -320,8 +319,9 @@ class Float8BlockScaling(Recipe):
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, 2 and 1; others are
             not supported.
         wgrad_x_block_scaling_dim: of inputs as wgrad reads them, by columns: 2 for 128 x 128, which
-            GPUs multiply faster (on an H200 by a quarter), or 1, as Transformer Engine.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of the GEMMs; sums are always split.
+            GPUs multiply faster (on an H200 by a quarter), or 1, as in Transformer Engine.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of the GEMMs; the accumulator is always
+            split.
     """
 
     fp8_format: Format = Format.E4M3
@@ -362,14 +362,14 @@ class Float8BlockScaling(Recipe):
 class Float8RowwiseScaling(Recipe):
     """A scale for each row of inputs and gradients and each output channel of a weight.
 
-    ``s = largest / amax`` of the row: every tensor is read twice. For the experts of a mixture:
-    ``GroupedLinear`` alone follows it; other linear operations compute without a recipe, and the
-    plan says so. Where dgrad sums over output channels, a weight has a scale for each input
-    feature, and where wgrad sums over the rows of a group, its operands have one for each feature.
+    ``s = largest / amax`` of the row: every tensor is read twice. For mixtures of experts: only
+    ``GroupedLinear`` follows it; other linear operations compute without a recipe, and the plan
+    says so. For dgrad, which sums over output channels, a weight has a scale for each input
+    feature; for wgrad, which sums over the rows of a group, operands have a scale for each feature.
 
-    These are the scales of torch's grouped GEMM of FP8 operands, which multiplies all groups at
-    once on GPUs of compute capability 9.0, in E4M3 with results in bf16. Other GPUs, formats and
-    results have a kernel of opfuser's.
+    These are the scales of torch's grouped FP8 GEMM, which multiplies all groups at once on GPUs of
+    compute capability 9.0, in E4M3 with results in bf16. For other GPUs, formats and results,
+    opfuser has its own kernel.
     """
 
     fp8_format: Format = Format.E4M3
@@ -385,8 +385,8 @@ class MXFP8BlockScaling(Recipe):
     ``1/s`` is the smallest power of two with ``amax s <= largest``, amax of the block. Nothing
     saturates: the exponent is rounded up, as in Mishra et al., "Recipes for Pre-training LLMs with
     MXFP8", arXiv:2506.08027, and not down, as in the conversion that OCP, "Microscaling Formats
-    (MX) Specification v1.0", describes. Blocks run along what a GEMM sums over, so that a tensor
-    and its transpose are rounded apart.
+    (MX) Specification v1.0", describes. Blocks run along the dimension that a GEMM sums over, so a
+    tensor and its transpose are rounded separately.
 
     GPUs of compute capability 10.0 and later multiply this format; elsewhere, and for groups of
     rows, values are multiplied in bf16 or fp32. It has never run on a GPU of that kind: codes,
@@ -394,9 +394,9 @@ class MXFP8BlockScaling(Recipe):
     compiled for sm_100.
 
     Attributes:
-        margin: 0; others are not supported.
+        margin: 0; other values are not supported.
         fp8_format: E4M3 or HYBRID.
-        enable_2d_quantization: one scale for 32 x 32 of a weight; not supported.
+        enable_2d_quantization: one scale per 32 x 32 block of a weight; not supported.
     """
 
     margin: int = 0
@@ -423,20 +423,20 @@ class MXFP8BlockScaling(Recipe):
 class NVFP4BlockScaling(Recipe):
     """4-bit values, an E4M3 scale for each 16 of them, and an fp32 scale for each tensor.
 
-    The tensor's scale is ``g = amax / (6 * 448)`` of the whole tensor, that of a block
-    ``d = amax / (6 g)`` of its own, rounded to nearest; a code is ``x / (g d)``, rounded to E2M1.
-    The scheme of NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, with
-    its three measures against the loss of so few bits:
+    The tensor's scale is ``g = amax / (6 * 448)`` with the amax of the tensor; a block's scale is
+    ``d = amax / (6 g)`` with the amax of the block, rounded to nearest; a code is ``x / (g d)``,
+    rounded to E2M1. The scheme of NVIDIA, "Pretraining Large Language Models with NVFP4",
+    arXiv:2509.25149, with its three measures against the loss of precision:
 
-    - 16 x 16 of a weight share a scale, so that forward and dgrad see the same weight;
-    - gradients of outputs are rounded stochastically: up with the probability that leaves the
-      expectation exact, by 16 random bits from a seed of the device's generator;
-    - both operands of wgrad are multiplied by an orthogonal 16 x 16 Hadamard matrix with fixed
-      random signs along what it sums over, which spreads outliers and leaves the product as it is.
+    - blocks of 16 x 16 of a weight share a scale, so that forward and dgrad read the same weight; -
+    gradients of outputs are rounded stochastically: up with the probability that leaves the
+    expectation exact, by 16 random bits from a seed of the device's generator; - both operands of
+    wgrad are multiplied by an orthogonal 16 x 16 Hadamard matrix with fixed random signs along the
+    dimension that it sums over, which spreads outliers and does not change the product.
 
-    A tensor is read twice, for its amax and then for its codes. For what is transformed g comes
-    from ``4 amax``, which nothing transformed exceeds, and not, as in Transformer Engine, from an
-    amax of its own: scales of blocks have the range for that.
+    A tensor is read twice, for its amax and then for its codes. For transformed tensors, g comes
+    from ``4 amax``, an upper bound after the transform, and not, as in Transformer Engine, from the
+    amax of the transformed tensor: the scales of blocks have enough range for that.
 
     GPUs of compute capability 10.0 and later multiply this format; elsewhere, and for groups of
     rows, values are multiplied in bf16 or fp32. It has never run on a GPU of that kind: codes,
@@ -445,7 +445,7 @@ class NVFP4BlockScaling(Recipe):
 
     Attributes:
         disable_rht: no Hadamard transform.
-        disable_stochastic_rounding: gradients are rounded to nearest even, as all else.
+        disable_stochastic_rounding: gradients are rounded to nearest even, like all else.
         disable_2d_quantization: blocks of weights are 1 x 16 as well.
         row_scaled_activation, nvfp4_4over6: only False and ``"none"`` are supported.
         fp4_format, fp8_format: E2M1 of values, and E4M3 of scales.
@@ -498,7 +498,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
     def params(self, role: str) -> QParams:
-        """How an ``"input"``, a ``"weight"`` or a ``"grad_output"`` is quantised."""
+        """How an ``"input"``, a ``"weight"`` or a ``"grad_output"`` is quantized."""
         if role == "input":
             return self.fp4_quant_fwd_inp
         return self.fp4_quant_fwd_weight if role == "weight" else self.fp4_quant_bwd_grad

@@ -96,7 +96,7 @@ def _none(*args: Any) -> None:
 
 # Autograd.
 
-_IN_CHECKPOINT = "Quantised compute within a checkpoint"
+_IN_CHECKPOINT = "Quantized compute within a checkpoint"
 _REENTRY = "Accumulating gradients within a checkpoint"
 
 # Which backward pass runs in this thread, or -1. Instead: one does, in recomputation alone.

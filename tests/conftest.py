@@ -69,7 +69,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def nothing_waits_for_the_device() -> Iterator[None]:
     """Whatever waits for the GPU inside this block raises."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode finds not every synchronisation
+        warnings.simplefilter("ignore")  # that the mode finds not every synchronization
         try:
             torch.cuda.set_sync_debug_mode("error")
             yield

@@ -5,7 +5,7 @@ third one on (``opfuser.engine.recorded.specialized``). With ``pytest -p tests.r
 the first call records both passes, runs what was recorded with the same arguments, and compares:
 any bit, and any relation between tensors, in which they differ fails the test. The test goes on
 with the results of the recorded functions, so that whatever else it looks at holds for these, too.
-Calls that compute quantised are only recorded at once: run twice, they would move their scales.
+Calls that compute quantized are only recorded at once: run twice, they would move their scales.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def gemms(x: Tensor, shapes: list[tuple[int, int]]) -> timing.Call:
 def swiglu(options: Options, dim: int, tokens: int) -> Problem:
     config = decoder_config(options, dim)
     source = torch_models.swiglu_block(config, Parts())
-    randomise(source)
+    randomize(source)
     norm, fc1, fc2 = parameters = tuple(source.parameters())
     functions: dict[str, Function] = {
         "opfuser": share(swiglu_block(config), source),
@@ -139,7 +139,7 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
     kind = LayerKind(config.num_heads, EPS, rotary_length=length, gated=True)
     shape = (tokens // length, length, dim)
     source = torch_models.decoder_layer(config, Parts(), length)
-    randomise(source)
+    randomize(source)
     functions: dict[str, Function] = {
         "opfuser": share(decoder_layer(config), source),
         **replay.replayed(share(decoder_layer(config), source), options.device),
@@ -167,7 +167,7 @@ def gpt(options: Options, dim: int, tokens: int, dropout: float = 0.0) -> Proble
     to = {"device": options.device, "dtype": options.dtype}
     hidden = 4 * dim
     source = torch_models.gpt_block(dim, hidden, dropout, EPS, to)
-    randomise(source)
+    randomize(source)
     parameters = tuple(source.parameters())
 
     def ours() -> nn.Module:
@@ -206,7 +206,7 @@ def gpt_dropout(options: Options, dim: int, tokens: int) -> Problem:
 
 
 @torch.no_grad()
-def randomise(module: nn.Module) -> None:
+def randomize(module: nn.Module) -> None:
     """Sets weights that preserve magnitudes, and norms and biases near one and zero."""
     for name, p in module.named_parameters():
         if p.dim() == 2:

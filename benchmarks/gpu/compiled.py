@@ -1,4 +1,4 @@
-"""Contestants in torch.compile, specialised to the shapes of a problem."""
+"""Contestants in torch.compile, specialized to the shapes of a problem."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LOSSES, NORMS = {False: 0.01, True: 0.03}, {False: 0.05, True: 0.2}
 
 
 class Contestant(Timed):
-    """A model, its optimiser, and what was measured of it."""
+    """A model, its optimizer, and what was measured of it."""
 
     def __init__(self, entry: Entry, device: torch.device) -> None:
         super().__init__(device)
@@ -66,7 +66,7 @@ class Contestant(Timed):
         return torch.stack([*losses, square]).tolist()
 
     def peak(self) -> int | None:
-        """The most bytes that a step holds, with parameters and optimiser; None on a CPU."""
+        """The most bytes that a step holds, with parameters and optimizer; None on a CPU."""
         if self.device.type != "cuda":
             self.step()
             return None
@@ -138,16 +138,16 @@ def sum_gradients(training: Training) -> None:
 
 def compared(own: Contestant, reference: Contestant) -> str | None:
     """What is wrong with the first steps, if they are not those of the reference."""
-    quantised = own.entry.in_fp8
+    quantized = own.entry.in_fp8
     (losses, norm), (wanted, wanted_norm) = own.first, reference.first
     norm = abs(norm / wanted_norm - 1)
     differences = [abs(a / b - 1) for a, b in zip(losses, wanted)]
     loss = torch.tensor(differences).max().item()  # NaN if there is one
-    if loss <= LOSSES[quantised] and norm <= NORMS[quantised]:
+    if loss <= LOSSES[quantized] and norm <= NORMS[quantized]:
         return None
     return (
         f"AssertionError: losses are off by {loss:.2g} and the norm of the gradients by "
-        f"{norm:.2g}; {LOSSES[quantised]:.2g} and {NORMS[quantised]:.2g} are allowed"
+        f"{norm:.2g}; {LOSSES[quantized]:.2g} and {NORMS[quantized]:.2g} are allowed"
     )
 
 

@@ -160,7 +160,7 @@ def llama(setting: Setting, gpus: int) -> Contest:
 
 
 def engine_region(recipe: str | None) -> AbstractContextManager[Any]:
-    """In which Transformer Engine quantises."""
+    """In which Transformer Engine quantizes."""
     if recipe is None:
         return contextlib.nullcontext()
     of_recipes = importlib.import_module("transformer_engine.common.recipe")

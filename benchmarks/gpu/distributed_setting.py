@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.gpu import gpt_layers
-from benchmarks.gpu.blocks import randomise
+from benchmarks.gpu.blocks import randomize
 from benchmarks.gpu.compiled import COMPILED
 
 COMPILED_BY_UNIT = COMPILED["default"]
@@ -47,7 +47,7 @@ class Entry:
     Attributes:
         build: makes it, from the same weights and data as all others.
         unit: what fully_shard gathers at once, where it takes part.
-        in_fp8: whether its GEMMs are quantised.
+        in_fp8: whether its GEMMs are quantized.
     """
 
     name: str
@@ -129,7 +129,7 @@ def seeded(source: nn.Module) -> nn.Module:
     """The module with random weights, the same ones for each contestant and on each rank."""
     torch.manual_seed(0)
     with torch.no_grad():
-        randomise(source)
+        randomize(source)
     return source
 
 

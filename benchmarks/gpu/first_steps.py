@@ -1,6 +1,6 @@
 """Times of the first steps of a model, each contestant in a fresh process.
 
-The compilers' caches on disk are empty there; the device and its GEMM library are initialised
+The compilers' caches on disk are empty there; the device and its GEMM library are initialized
 before the first step. The same process, with the usual caches, compiles for another one.
 """
 
@@ -34,7 +34,7 @@ MODES = {COMPILED[mode]: mode for mode in COMPILED}
 
 
 def steps(case: Case, contestant: str, options: Options, count: int = STEPS) -> list[float]:
-    """Milliseconds of each of the first steps, with a synchronisation after it."""
+    """Milliseconds of each of the first steps, with a synchronization after it."""
     torch.manual_seed(0)
     size, _ = case.chosen(options)[0]
     problem = case.make(options, **size)

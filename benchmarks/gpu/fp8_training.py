@@ -34,7 +34,7 @@ PART = "fp8_training"
 REFERENCE, NUDGED = "bf16", "bf16, nudged"
 CONTESTANTS = (REFERENCE, NUDGED, *RECIPES)
 SMOOTHED = 10  # steps whose losses are one figure of the file
-CHUNK = 50  # steps between two synchronisations, whose wall time is one sample
+CHUNK = 50  # steps between two synchronizations, whose wall time is one sample
 LAST = 100  # steps whose mean loss is compared
 BUDGET = 400.0
 
@@ -92,7 +92,7 @@ def _bytes(tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 class Contestant:
-    """A model and its optimiser."""
+    """A model and its optimizer."""
 
     def __init__(self, name: str, training: Training, device: torch.device, replay: str) -> None:
         self.training, self.device = training, device
@@ -129,7 +129,7 @@ class Contestant:
         return loss
 
     def step(self, n: int, windows: Tensor) -> Tensor:
-        """One step of the optimiser; nothing waits for the device."""
+        """One step of the optimizer; nothing waits for the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.learning_rate(n)
         loss = self.loss(windows)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import opfuser
 from benchmarks.gpu import model as whole
 from benchmarks.gpu import peers
-from benchmarks.gpu.blocks import randomise
+from benchmarks.gpu.blocks import randomize
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row, Within
 from opfuser import hf
@@ -161,7 +161,7 @@ def in_fp32(source: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def problem(options: Options, length: int, source: nn.Module, ours: dict[str, Function]) -> Problem:
-    randomise(source)
+    randomize(source)
     config: Any = source.config
     classes = config.vocab_size
 

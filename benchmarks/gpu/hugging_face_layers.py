@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser
-from benchmarks.gpu.blocks import randomise
+from benchmarks.gpu.blocks import randomize
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.hugging_face import MODES, available, sharing
 from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row
@@ -57,7 +57,7 @@ def latent_layer(options: Options, hidden: int, heads: int, ffn: int, length: in
         rotary: nn.Module = module.DeepseekV3RotaryEmbedding(config)
         x = torch.empty(1, length, hidden, dtype=options.dtype)
         tables = rotary(x, torch.arange(length)[None])
-    randomise(layer)
+    randomize(layer)
     given = {"position_embeddings": tables}
     functions = {
         "torch": functools.partial(layer, **given),
@@ -107,7 +107,7 @@ def experts(
     with torch.device(options.device):
         feed = Feed(module.GptOssMLP(config)).to(options.dtype).train()
         x = torch.randn(1, length, hidden, dtype=options.dtype)
-    randomise(feed)
+    randomize(feed)
     for weight in (feed.mlp.experts.gate_up_proj, feed.mlp.experts.down_proj):
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
     functions: dict[str, Function] = {"opfuser": applied(feed, x)}

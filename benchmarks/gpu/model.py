@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import peer_blocks
-from benchmarks.gpu.blocks import randomise
+from benchmarks.gpu.blocks import randomize
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row
 from benchmarks.gpu.torch_models import DecoderLM, Parts, share
@@ -65,7 +65,7 @@ def training(
 ) -> Problem:
     config = decoder_config(options, sizes, layers)
     source = DecoderLM(config, Parts(), length)
-    randomise(source)
+    randomize(source)
     parameters = tuple(source.parameters())
     functions: dict[str, Function] = {
         "opfuser": share(decoder_lm(config), source),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import opfuser
 from benchmarks.gpu import model as whole
 from benchmarks.gpu import peer_blocks, peers, replay, torch_models
-from benchmarks.gpu.blocks import LONGEST, calls, decoder_config, gemms, randomise
+from benchmarks.gpu.blocks import LONGEST, calls, decoder_config, gemms, randomize
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
 from benchmarks.gpu.problem import STEP, Case, Function, Options, Problem, Row, Within
@@ -59,7 +59,7 @@ def region(recipe: recipes.Recipe) -> Callable[[], AbstractContextManager[Any]]:
 
 
 class Kept:
-    """A module whose quantised weights stay from call to call, as those of micro-batches do."""
+    """A module whose quantized weights stay from call to call, as those of micro-batches do."""
 
     def __init__(self, module: nn.Module, recipe: recipes.Recipe) -> None:
         self.module, self.region = module, region(recipe)
@@ -182,7 +182,7 @@ def torchao(make: Callable[[], nn.Module], source: nn.Module, features: int) -> 
 def swiglu(options: Options, dim: int, tokens: int) -> Problem:
     config = decoder_config(options, dim)
     source = torch_models.swiglu_block(config, Parts())
-    randomise(source)
+    randomize(source)
     norm, fc1, fc2 = parameters = tuple(source.parameters())
     ffn = config.ffn_features
 
@@ -216,7 +216,7 @@ def gpt(options: Options, dim: int, tokens: int) -> Problem:
     to = {"device": options.device, "dtype": options.dtype}
     hidden = 4 * dim
     source = torch_models.gpt_block(dim, hidden, 0.0, EPS, to)
-    randomise(source)
+    randomize(source)
     parameters = tuple(source.parameters())
     norm, norm_bias, fc1, fc1_bias, fc2, fc2_bias = parameters
 
@@ -259,7 +259,7 @@ def layer(options: Options, dim: int, tokens: int) -> Problem:
     length = min(tokens, LONGEST)
     shape = (tokens // length, length, dim)
     source = torch_models.decoder_layer(config, Parts(), length)
-    randomise(source)
+    randomize(source)
     kind = LayerKind(config.num_heads, EPS, rotary_length=length, gated=True)
     functions: dict[str, Function] = {
         "torch": source,
@@ -281,7 +281,7 @@ def model(options: Options, sizes: Mapping[str, int], layers: int, length: int) 
     """A decoder with its head and loss, which stay in bf16."""
     config = whole.decoder_config(options, SMALL if options.tiny else sizes, layers)
     source = torch_models.DecoderLM(config, Parts(), length)
-    randomise(source)
+    randomize(source)
     return Problem(
         whole.batches(options, config.vocab_size, 2, length),
         {"torch": source, **ours(lambda: decoder_lm(config), source)},

@@ -112,7 +112,7 @@ class OurGPT(nn.Module):
 
 
 class Patches(nn.Module):
-    """From images (batch, colours, height, width) to (batch, patches, values)."""
+    """From images (batch, colors, height, width) to (batch, patches, values)."""
 
     def forward(self, images: Tensor) -> Tensor:
         tiles = images.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import peer_blocks, peers, replay
-from benchmarks.gpu.blocks import randomise
+from benchmarks.gpu.blocks import randomize
 from benchmarks.gpu.engine_layers import LayerKind, engine_model
 from benchmarks.gpu.model import TOLERANCE, adamw_update
 from benchmarks.gpu.problem import OURS, REFERENCE, STEP, Case, Function, Inputs, Options, Problem
@@ -41,7 +41,7 @@ class Builders:
 
 def training(options: Options, builders: Builders) -> Problem:
     source = builders.in_torch(Parts())
-    randomise(source)
+    randomize(source)
     parameters = tuple(source.parameters())
 
     def ours() -> nn.Module:

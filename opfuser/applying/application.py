@@ -33,46 +33,46 @@ def apply(
     fused_loss: bool = False,
     merge_storages: bool = False,
 ) -> Report:
-    """Replaces what it can of a model by fused sequences of operations, and reports what.
+    """Replaces modules of a model by fused sequences of operations where it can, and reports which.
 
-    Each module that owns parameters, itself or below, looks at its calls from then on, the
-    outermost first. The first call of a kind is traced: the forward of the module's class runs once
-    on the meta device. If every operation of it is explained, a :class:`opfuser.Sequential` with
-    the module's own parameters computes this call and others like it. Otherwise the module's own
-    forward does, and its children get their turn. A later call is like one that was traced if its
-    arguments have the same structure, types and relations of sizes, in the same modes, and if all
-    attributes, functions and settings are as they were that the forward has read. If not, it is
-    traced anew.
+    From then on, each module that has parameters, directly or in children, is examined when it is
+    called, the outermost first. The first call of a kind is traced: the forward of the module's
+    class runs once on the meta device. If opfuser understands every operation in it, a
+    :class:`opfuser.Sequential` with the module's own parameters computes this call and similar
+    ones. Otherwise the module's own forward runs, and its children are examined. A later call is
+    similar to a traced one if its arguments have the same structure, types and relations between
+    sizes, the modes are the same, and all attributes, functions and settings that the forward has
+    read are unchanged. If not, it is traced again.
 
     The model keeps its modules, parameters, hooks and ``state_dict``. Results are those of the
-    model up to rounding; masks of dropout are others. Gradients do not flow into keys and values
-    that a cache returns. Under ``torch.compile`` a sequence is one function of the graph, which
-    is traced again when that of the plain model would be, and each trace counts as a call.
-    ``torch.export`` has the forwards of the classes.
+    model up to rounding; dropout draws other masks. Gradients do not flow into keys and values that
+    a cache returns. Under ``torch.compile``, a sequence is one function of the graph, which is
+    traced again when that of the plain model would be, and each trace counts as a call.
+    ``torch.export`` exports the classes' own forwards.
 
     Args:
         model: any module.
-        example: arguments of one call, of shapes and dtypes that the model takes: a mapping of
+        example: arguments of one call, with shapes and dtypes that the model accepts: a mapping of
             keywords, a tuple of positional arguments, or one tensor. The model is called with them
-            once, in its current modes and without gradients kept, and its buffers and random
-            numbers are as before afterwards. Without an example, the report says of most modules
-            that they were not called yet; that of :func:`report` after the first calls says all.
-        dry_run: whether to change nothing, and only report.
-        fused_loss: whether a cross entropy within a call of the model in training is computed of
-            the hidden states, for some tokens at a time, if its logits are the result of a linear
-            module and nothing else asks for them. In fp32 they are often the largest tensor of a
-            step. What the model returns has None in their place.
-        merge_storages: whether to move weights that are multiplied with one input, such as those of
-            queries, keys and values, into one storage, so that each of these is one GEMM. They are
+            once, in its current modes, and gradients are discarded; its buffers and the random
+            number generators are restored afterwards. Without an example, most modules are reported
+            as not called yet; call :func:`report` after the first real calls.
+        dry_run: whether to report only, and change nothing.
+        fused_loss: whether, in training, a cross entropy inside the model is computed from the
+            hidden states, some tokens at a time, if a linear module returned its logits and nothing
+            else uses them. In fp32, logits are often the largest tensor of a step. In the model's
+            output, they are None.
+        merge_storages: whether to move weights that multiply the same input, such as those of
+            queries, keys and values, into one storage, so that one GEMM computes them all. They are
             moved when the first call is traced, and stay the same objects.
 
     Returns:
-        What computes the modules of the model, and why the others are kept.
+        The report: what computes the modules of the model, and why the others are kept.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``torch.nn.Module``, or ``example`` does not fit its
-            forward. What the model itself raises for an example is raised as it is, and nothing is
-            applied then.
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``, or ``example`` does not fit its
+            forward. An error that the model itself raises for an example is passed on, and nothing
+            is applied.
     """
     _check(model)
     call = None if example is None else _bound(model, example)
@@ -96,14 +96,14 @@ def apply(
 def revert(model: nn.Module) -> None:
     """Undoes :func:`apply`: all modules of a model get their own forwards back.
 
-    What others have wrapped around a forward since stays, and calls that of the module's class.
-    Scales of quantised compute are gone: ``state_dict()`` is that of the model alone.
+    Wrappers that were put around a forward since then stay, and call the forward of the module's
+    class. Scales of quantized compute are discarded: ``state_dict()`` is that of the model alone.
 
     Args:
-        model: to which :func:`apply` was applied; nothing is done to others.
+        model: a model to which :func:`apply` was applied; any other is left unchanged.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``torch.nn.Module``.
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``.
     """
     _check(model)
     for module in model.modules():
@@ -112,13 +112,13 @@ def revert(model: nn.Module) -> None:
 
 
 def report(model: nn.Module) -> Report:
-    """What computes each module of a model, from its calls since :func:`apply`.
+    """Reports what computes each module of a model, from its calls since :func:`apply`.
 
     Args:
         model: to which :func:`apply` was applied.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``torch.nn.Module``.
+        ArgumentTypeError: ``model`` is not a ``torch.nn.Module``.
     """
     _check(model)
     computed: list[Computed] = []

@@ -271,7 +271,7 @@ class Application:
             found.reading, found.reason = None, _reason_of(error)
         else:
             if not _is_worth_it(found.reading):
-                found.reason = "has nothing to fuse: torch computes it as well"
+                found.reason = "has nothing to fuse, so torch computes it"
                 found.alone = [*map(type, found.reading.operations)] == [Linear]
                 found.reading = found.reading if found.alone else None
         # What is read of a trace from now on holds no tensor of the call.
@@ -325,7 +325,7 @@ def _is_worth_it(reading: Reading) -> bool:
 def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses what cannot be read as one sequence, before it is traced."""
     if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors_in((args, kwargs))):
-        raise KeptError("is called without a floating-point tensor of rows")
+        raise KeptError("has no floating-point input of two or more dimensions")
     if not all(p.numel() for p in module.parameters()):
         raise KeptError("has parameters without entries, which hooks of its children may fetch")
     count = sum(1 for _ in module.modules())

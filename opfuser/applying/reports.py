@@ -15,9 +15,9 @@ class Computed(NamedTuple):
     Attributes:
         path: of the module in the model.
         operations: of the sequence.
-        calls: how many of its calls a sequence has computed.
-        fell_back: how many its own forward has, by reason.
-        called: children that the sequence calls as they are, by path, and why.
+        calls: number of its calls that a sequence computed.
+        fell_back: number of its calls that its own forward computed, by reason.
+        called: children that the sequence calls unchanged, by path, and why.
     """
 
     path: str
@@ -38,7 +38,7 @@ class Inside(NamedTuple):
 
     Attributes:
         path: of the module in the model.
-        outer: path of the other one.
+        outer: path of that module.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Kept(NamedTuple):
     Attributes:
         path: of the module in the model.
         reason: why, as a predicate of the module.
-        fell_back: how many calls there were, by reason.
+        fell_back: number of calls, by reason.
     """
 
     path: str
@@ -60,14 +60,15 @@ class Kept(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What computes the modules of a model that own parameters, each in one of three lists.
+    """Which modules with parameters are computed by sequences, and which are not.
 
-    ``str(report)`` has one line for all modules of which the same holds.
+    Each is in one of three lists. ``str(report)`` has one line for all modules with the same
+    outcome.
 
     Attributes:
-        computed: by sequences of operations.
-        inside: of one that is computed.
-        kept: as they are.
+        computed: modules computed by sequences of operations.
+        inside: modules inside of a computed one.
+        kept: modules whose own forward runs.
     """
 
     computed: tuple[Computed, ...]

@@ -59,36 +59,35 @@ class StoresLast:
 
 
 class KVCache(StoresLast):
-    """Keys and values that one attention operation has seen, for generation without gradients.
+    """The keys and values that one attention operation has seen, for generation without gradients.
 
-    It is passed to each call: ``op(x, cache=cache)``, or through ``op_kwargs`` of a sequence. A
-    call appends its keys and values and attends to all that are kept. Queries are the last
+    Pass it to each call: ``op(x, cache=cache)``, or through ``op_kwargs`` of a sequence. A call
+    appends its keys and values, and attends to all that are stored. Its queries are the last
     positions.
 
-    Without ``max_length`` the cache grows, and a call sees as many keys as there are: the kernels
-    of prefill and decode are those of any other call. With it, memory is allocated at the first
-    call and never again, and :attr:`length` is a tensor on the device. Every decode step then has
-    the same shapes, as ``torch.compile`` and CUDA graphs want them; those positions that are not
-    filled yet are masked, and cost as much as others. Beyond ``max_length``, a call on a CPU raises
-    ``CacheFullError``, compiled code ``IndexError``; a GPU stops with an assertion, since checking
-    would wait for it.
+    Without ``max_length``, the cache grows, and a call sees as many keys as there are: prefill and
+    decode run the kernels of any other call. With it, memory is allocated once, at the first call,
+    and :attr:`length` is a tensor on the device. Every decode step then has the same shapes, as
+    ``torch.compile`` and CUDA graphs need; unfilled positions are masked, and cost as much as
+    others. Beyond ``max_length``, a call raises ``CacheFullError`` on a CPU and ``IndexError`` in
+    compiled code; a GPU stops with an assertion, because checking would wait for it.
 
-    A call that raises stores nothing; nor does a call of a ``Sequential`` whose ``op_kwargs`` have
-    the cache, whatever raises in it.
+    A call that raises stores nothing. Nor does a call of a ``Sequential`` that received the cache
+    through ``op_kwargs``, wherever the error is raised.
 
     Args:
-        max_length: positions to allocate; None grows.
+        max_length: positions to allocate; None means that the cache grows.
 
     Attributes:
-        length: positions that are kept: an int, or a 0-d int64 tensor with ``max_length``.
-        start: position of the first key of the last call, which is that of its first query if
-            there are as many, a 0-d int64 tensor; None without ``max_length``.
+        length: number of positions stored: an int, or a 0-d int64 tensor with ``max_length``.
+        start: position of the first key of the last call, a 0-d int64 tensor; with as many queries
+            as keys, also the position of its first query. None without ``max_length``.
 
     Raises:
         ArgumentError: if ``max_length`` is not positive.
-        InputError: in a call, if batch, heads, head size, dtype or device are not those of the
-            first call, or keys and values do not belong together.
-        CacheFullError: in a call, if more than ``max_length`` positions would be kept.
+        InputError: in a call, if batch, heads, head size, dtype or device differ from the first
+            call, or keys and values do not match.
+        CacheFullError: in a call, if more than ``max_length`` positions would be stored.
     """
 
     def __init__(self, max_length: int | None = None) -> None:
@@ -115,7 +114,7 @@ class KVCache(StoresLast):
             self.length = 0
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys (B, K, S, D) and values (B, K, S, V); returns all, with their memory.
+        """Appends keys (B, K, S, D) and values (B, K, S, V); returns all of them, without a copy.
 
         With ``max_length`` these are ``max_length`` positions, of which the first ``start + S``
         are filled and the others 0.
@@ -125,9 +124,9 @@ class KVCache(StoresLast):
         return more.keys, more.values
 
     def extended(self, k: Tensor, v: Tensor) -> Extended:
-        """Returns what :meth:`update` does, and leaves storing it to ``keep``.
+        """Returns the same as :meth:`update`, and leaves storing to ``keep``.
 
-        Until then no more than memory behind the last position is written to.
+        Until then, only memory beyond the last position is written to.
         """
         self._check(k, v)
         if self.max_length is None:

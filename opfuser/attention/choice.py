@@ -42,8 +42,8 @@ class Choice(NamedTuple):
 
     Attributes:
         kernel: its name.
-        passed_over: every kernel before it in order of preference, and why it was not taken.
-        note: what is wrong with this process, if something keeps a faster kernel away.
+        passed_over: every kernel before it in order of preference, and why it was not chosen.
+        note: a problem of this process, if one keeps a faster kernel from running.
     """
 
     kernel: str
@@ -244,7 +244,7 @@ def happened(operation: str, request: Request, kernel: str, forced: str | None) 
         forced: the name of the kernel that was asked for, or None.
     """
     if forced is not None:
-        yield AttentionKernelTaken(operation, kernel, (), "It is asked for by name")
+        yield AttentionKernelTaken(operation, kernel, (), "It is required by name")
         return
     choice = explained(request, kernel)
     yield AttentionKernelTaken(operation, *choice)
@@ -265,7 +265,7 @@ def foreseen(request: Request, forced: str | None) -> str:
     """
     if forced is not None:
         reason = KERNELS[forced].refusal(request)
-        text = f"attention by {forced}, which is asked for by name"
+        text = f"attention by {forced}, which is required by name"
         return text if reason is None else f"{text} but refuses: {reason}"
     reasons: dict[str, list[str]] = {}
     for name, kernel in KERNELS.items():

@@ -20,20 +20,21 @@ from .rope_configuration import read_configuration
 class RopeScaling:
     r"""How the frequencies of a rotary embedding differ from ``base ** (-2i / rotary_dim)``.
 
-    Equal by value. With ω that unscaled frequency of pair i, s = ``factor``, and L =
-    ``original_max_position_embeddings``, the length that the model was trained for, the types give
+    Compared by value. Let ω be that unscaled frequency of pair i, s = ``factor``, and L =
+    ``original_max_position_embeddings``, the length that the model was trained for. The types
+    compute
 
     - ``"default"``: ω
     - ``"linear"``: ω / s
     - ``"dynamic"``: ω with the base ``base * (s n / L - (s - 1)) ** (d / (d - 2))``, where d is
-      ``rotary_dim``, for a sequence of n > L tokens; for others ω
-    - ``"yarn"``: a mix of ω / s and ω by a ramp over the pairs, from those that turn ``beta_slow``
-      times in L tokens to those that turn ``beta_fast`` times; ``truncate`` rounds its ends to
-      whole pairs
+      ``rotary_dim``, for a sequence of n > L tokens; otherwise ω
+    - ``"yarn"``: a ramp over the pairs from ω / s to ω, between those that turn ``beta_slow`` times
+      in L tokens and those that turn ``beta_fast`` times; ``truncate`` rounds its ends to whole
+      pairs
     - ``"llama3"``: ω / s for wavelengths above ``L / low_freq_factor``, ω for those below
       ``L / high_freq_factor``, a mix in between
-    - ``"longrope"``: ω / ``long_factor`` for a sequence of more than L tokens, ω /
-      ``short_factor`` for others; both have a number for each pair
+    - ``"longrope"``: ω / ``long_factor`` for a sequence of more than L tokens, ω / ``short_factor``
+      otherwise; both have a number for each pair
     - ``"proportional"``: ω / s for the first ``partial_rotary_factor`` of the pairs, 0 for the rest
     - ``"axial"``: for each section ω of a rotary embedding as wide as the section, for positions in
       two or more dimensions
@@ -41,9 +42,9 @@ class RopeScaling:
 
     Cosine and sine are multiplied by :attr:`attention_scaling`; q · k grows with its square.
 
-    Arithmetic has the order of that with which the models were trained: in fp32 the frequencies are
-    the same to the last bit as those that ``transformers`` computes on a CPU. On a GPU those of
-    "dynamic" beyond L, and all in compiled code, are computed there, with other last bits.
+    Arithmetic is in the order in which the models were trained: in fp32, the frequencies are
+    bitwise equal to those that ``transformers`` computes on a CPU. On a GPU, those of "dynamic"
+    beyond L, and all in compiled code, are computed on the GPU and may differ in the last bits.
 
     Sources: linear: Chen et al., "Extending Context Window of Large Language Models via Positional
     Interpolation", arXiv 2306.15595; dynamic and yarn: Peng et al., "YaRN", arXiv 2309.00071;
@@ -52,22 +53,22 @@ class RopeScaling:
 
     Args:
         rope_type: the type, as above.
-        factor: how many times longer sequences get.
+        factor: how many times longer than in training sequences may be.
         original_max_position_embeddings: tokens. Configurations with "dynamic" call it
             ``max_position_embeddings``.
-        attention_factor: of cosine and sine, with yarn, longrope and custom; None follows from the
-            factor, as in the papers, and is 1 for custom.
+        attention_factor: of cosine and sine, with yarn, longrope and custom; None derives it from
+            the factor, as in the papers, and means 1 for custom.
         beta_fast, beta_slow, truncate: of yarn; None is 32, 1 and True.
         mscale, mscale_all_dim: of yarn: if both are given, the default attention factor is that of
             ``mscale`` divided by that of ``mscale_all_dim``.
         low_freq_factor, high_freq_factor: of llama3.
         short_factor, long_factor: of longrope, which needs ``factor`` or ``attention_factor`` too.
         partial_rotary_factor: of proportional; None is 1.
-        frequencies: of custom: radians per position, one for each pair; a sequence, or a tensor
-            of that shape and any dtype, whose values are read here and now.
+        frequencies: of custom: radians per position, one for each pair; a sequence, or a tensor of
+            that shape and any dtype, whose values are read in the constructor.
 
     Raises:
-        ArgumentError: the type is unknown, lacks an argument or does not take one; or a number is
+        ArgumentError: the type is unknown, lacks an argument or does not accept one; or a number is
             outside of its domain.
         ArgumentTypeError: an argument is not a number, or not a sequence of numbers.
     """
@@ -123,19 +124,19 @@ class RopeScaling:
 
     @classmethod
     def from_hf(cls, config: Any, *, layer_type: str | None = None) -> RopeScaling:
-        """The scaling that a configuration describes; base, partial rotation and sections apart.
+        """The scaling that a configuration describes, without base, partial rotation and sections.
 
         :meth:`opfuser.RotaryEmbedding.from_hf` reads those too. Parameters that the type does not
-        use are left out, as transformers leaves them out.
+        use are ignored, as in transformers.
 
         Args:
             config: a configuration of transformers 4 or 5, its dict, or the dict of its
                 ``rope_parameters`` or ``rope_scaling`` alone. It is not changed.
-            layer_type: such as "full_attention", where types of layers differ.
+            layer_type: such as "full_attention", if types of layers differ.
 
         Raises:
             ArgumentError: a parameter is unknown, or as for :class:`RopeScaling`; or ``layer_type``
-                does not say which of several to take.
+                does not select one of several.
         """
         given = read_configuration(config, layer_type).scaling
         for name in given:
@@ -151,7 +152,7 @@ class RopeScaling:
 
     @property
     def attention_scaling(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor of cosine and sine."""
         if self.attention_factor is not None:
             return float(self.attention_factor)
         factor = self.factor or 1.0
@@ -209,7 +210,7 @@ class Frequencies(NamedTuple):
 
     @property
     def attention_scaling(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor of cosine and sine."""
         return 1.0 if self.scaling is None else self.scaling.attention_scaling
 
     def tensor(self, device: torch.device | None, dtype: torch.dtype) -> Tensor:

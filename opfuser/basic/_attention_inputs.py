@@ -29,7 +29,7 @@ class AttentionSettings(NamedTuple):
     """The arguments; ``dropout_p`` is 0 in evaluation.
 
     Attributes:
-        is_plain: whether there is nothing but packed heads, causality and scale.
+        is_plain: whether only packed heads, causality and scale are used.
     """
 
     num_heads: int

@@ -1,4 +1,4 @@
-"""What gated activations check, beside the maths in ``opfuser.kernels.gated``."""
+"""What gated activations check, beside the math in ``opfuser.kernels.gated``."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class LinearOperation(BasicOperation):
         Args:
             save: whether to save what :meth:`op_backward` reads.
             gather: whether to gather the input where the GEMM takes that of all ranks.
-            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantised.
+            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantized.
 
         Raises:
             ArgumentError: the weight was cleared, or is in FP8 and has no scale; its gradient would
@@ -103,7 +103,7 @@ class LinearOperation(BasicOperation):
         """In forward, the input in the dtype of autocast, or else in that of the weight.
 
         Raises:
-            InputError: as of :meth:`operands`.
+            InputError: see :meth:`operands`.
         """
         if x.shape[-1:] != (self.sharding.local_in_features,):
             self._refuse_input(x)

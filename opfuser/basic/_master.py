@@ -1,4 +1,4 @@
-"""A parameter and its master in fp32, and what else than its optimiser has written to it."""
+"""A parameter and its master in fp32, and what else than its optimizer has written to it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 class WriteDetector:
-    """Notices that parameters were written to between two steps of their optimiser.
+    """Notices that parameters were written to between two steps of their optimizer.
 
     Writes that count versions are noticed, and memory that was replaced, and without these what
     changes one of some elements of each parameter. It is no error if the parameter is the rounded
@@ -196,7 +196,7 @@ class WriteDetector:
         """
         self._marks = {pair: self._marks[pair] for pair in pairs if pair in self._marks}
         for pair, mark in self._marks.items():
-            # torch's set_state_dict loads a model behind its optimiser: the same values once more.
+            # torch's set_state_dict loads a model behind its optimizer: the same values once more.
             if pair.mark() != mark and not pair.is_stored():
                 raise _written(pair)
         for sample in self._samples:
@@ -218,12 +218,12 @@ def _memory_of(marks: dict[Pair, tuple[int, ...] | None]) -> list[tuple[Pair, tu
 
 def _written(pair: Pair, late: bool = False) -> MasterWeightError:
     received = f"{pair.name} of shape {tuple(pair.param.shape)}, which was written to since"
-    remedy = "Call read_parameters(), or load the optimiser's state after that of the model"
+    remedy = "Call read_parameters(), or load the optimizer's state after that of the model"
     if late:
         received += ", and which a step has overwritten before the device told of it"
         remedy = "Write it again, and call read_parameters() before the next step"
     return MasterWeightError.explained(
-        "Parameters with master weights are written to by their optimiser alone",
+        "Parameters with master weights are written to by their optimizer alone",
         where="MasterWeights",
         received=received,
         remedy=remedy,
@@ -248,7 +248,7 @@ class _Sample:
         torch.cat(self._views, out=self._noted)
 
     def written(self) -> list[Pair]:
-        """Whose elements have changed; on a GPU, of which the host has learnt by now."""
+        """Whose elements have changed; on a GPU, of which the host has learned by now."""
         if self.is_on_host:
             return self._of(torch.cat(self._views) != self._noted)
         if self._noted.is_cuda and torch.cuda.is_current_stream_capturing():

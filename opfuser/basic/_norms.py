@@ -1,4 +1,4 @@
-"""What the normalisations have in common."""
+"""What the normalizations have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedE
 
 
 def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[int, ...]:
-    """The sizes of the normalised dimensions as a tuple.
+    """The sizes of the normalized dimensions as a tuple.
 
     Raises:
         ArgumentError: there is none, or one is not positive.

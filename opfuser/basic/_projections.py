@@ -26,7 +26,7 @@ class Projection(Tracked, nn.Linear):
     forward = _FORWARD
 
     def reset_parameters(self) -> None:
-        """Initialises the parameters again."""
+        """Initializes the parameters again."""
         if self.weight.numel():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         bias: nn.Parameter | None = self.bias
@@ -52,7 +52,7 @@ class Projection(Tracked, nn.Linear):
                 "Projections are taken from torch.nn.Linear modules",
                 where=where,
                 received=f"a {kind.__module__}.{kind.__qualname__}, which {why}",
-                remedy="Remove wrappers, hooks and parametrisations, or leave it as it is",
+                remedy="Remove wrappers, hooks and parametrizations, or leave it as it is",
             )
         new = cls(module.in_features, module.out_features, bias=False, device="meta")
         new.weight = module.weight
@@ -131,7 +131,7 @@ class OfProjections(BasicOperation):
         return found
 
     def parameter_not_registered(self, name: str) -> nn.Parameter:
-        """A projection's parameter where it is parametrised; raises ArgumentError otherwise."""
+        """A projection's parameter where it is parametrized; raises ArgumentError otherwise."""
         module = self._modules[name]
         value = getattr(module, self.parameter, None) if isinstance(module, nn.Linear) else None
         if value is not None:

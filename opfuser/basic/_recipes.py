@@ -1,4 +1,4 @@
-"""What operations with GEMMs share about recipes of quantised compute."""
+"""What operations with GEMMs share about recipes of quantized compute."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def features_refusal(features: tuple[int, int], env: Env) -> Refusal | None:
     """Why a matrix (N, K) is not multiplied as the recipe of a call says, or None."""
     multiple = 1 if env.recipe is None else env.recipe.multiple
     if any(size % multiple or not size for size in features):
-        return Refusal("SHAPE", f"its features, {features}, are no multiples of {multiple}")
+        return Refusal("SHAPE", f"its features, {features}, are not multiples of {multiple}")
     return None
 
 
@@ -53,7 +53,7 @@ def recipe_refusal(
         features: of the matrices (N, K) that this rank multiplies by.
         dtype: in which it computes without autocast; None where its weight was cleared, of which
             forward tells.
-        stored: whether its weight is stored quantised, so that ``min_features`` does not count.
+        stored: whether its weight is stored quantized, so that ``min_features`` does not count.
         groups: whether it multiplies groups of rows.
     """
     if own is None:
@@ -67,7 +67,7 @@ def recipe_refusal(
     if min(features) < fewest:
         return Refusal("SHAPE", f"its features, {features}, are below min_features = {fewest}")
     if (env.autocast_dtype or dtype) == torch.float64:
-        return Refusal("DTYPE", "fp64 is not quantised")
+        return Refusal("DTYPE", "fp64 is not quantized")
     return None
 
 
@@ -88,7 +88,7 @@ def choices_of(
 def quantizer_of(
     op: BasicOperation, w: Tensor | None, mode: str, index: int, stored: Recipe | None = None
 ) -> TensorQuantizer | None:
-    """How a linear operation quantises a tensor of a pass in the region of the caller, or None.
+    """How a linear operation quantizes a tensor of a pass in the region of the caller, or None.
 
     Args:
         w: its weight, or the first one; None where it was cleared.

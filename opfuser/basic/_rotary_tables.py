@@ -30,7 +30,7 @@ class RotaryTables(Note):
 
     Attributes:
         tables: for as many positions as the longest sequence had.
-        frequencies: angles between neighbouring positions.
+        frequencies: angles between neighboring positions.
         rows: which row of positions each pair turns by.
     """
 

@@ -52,7 +52,7 @@ class StoresWeight(LinearOperation):
         self.register_parameter("weight", nn.Parameter(weight))
 
     def initialize_weight(self, fill: Callable[[Tensor], Any]) -> None:
-        """Initialises the weight, also where it is stored in FP8, which ``torch.nn.init`` refuses.
+        """Initializes the weight, also where it is stored in FP8, which ``torch.nn.init`` refuses.
 
         Args:
             fill: writes initial values to a tensor in high precision, as functions of
@@ -69,7 +69,7 @@ class StoresWeight(LinearOperation):
             keep_initial_value(values, self.weight)
 
     def read_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values of the weight, dequantised where it is stored in FP8; not differentiable.
+        """The values of the weight, dequantized where it is stored in FP8; not differentiable.
 
         Args:
             dtype: of the result; None is the one in which the operation computes.
@@ -82,7 +82,7 @@ class StoresWeight(LinearOperation):
 
     @torch.no_grad()
     def write_weight(self, values: Tensor) -> None:
-        """Writes values to the weight in place, quantised where it is stored in FP8.
+        """Writes values to the weight in place, quantized where it is stored in FP8.
 
         Scales are made from the values: ``largest / amax`` of them, or of each square.
         """
@@ -139,7 +139,7 @@ class StoresWeight(LinearOperation):
         if weight is None or stored is None or not is_fp8(weight.dtype) or not weight.is_leaf:
             return
         setattr(weight, _TAKEN, True)
-        if weight.grad_dtype not in (None, stored.dtype):  # None: its optimiser takes any
+        if weight.grad_dtype not in (None, stored.dtype):  # None: its optimizer takes any
             weight.grad_dtype = stored.dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class StoresWeight(LinearOperation):
     def load_weight(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Makes what a state dict has for the weight what the operation stores.
 
-        Values in high precision are quantised, and codes with a scale are dequantised.
+        Values in high precision are quantized, and codes with a scale are dequantized.
         """
         value, scale = state_dict.get(prefix + "weight"), state_dict.get(prefix + "weight_scale")
         weight, stored = self._parameters.get("weight"), self.weight_format

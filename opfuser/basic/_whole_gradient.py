@@ -35,7 +35,7 @@ class _State(NamedTuple):
 
 
 class WholeGradient:
-    """The gradient of one parameter, as the steps of an optimiser take it.
+    """The gradient of one parameter, as the steps of an optimizer take it.
 
     ``main_grad`` is a part of it if ``grad_added_to_main_grad`` is set, which the step undoes: what
     a later step finds there was not added by the backward passes before that one. Steps that

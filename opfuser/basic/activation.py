@@ -90,10 +90,10 @@ class GELU(_Activation):
     Args:
         approximate: ``"tanh"``, or ``"none"`` for the exact function.
         cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
-            fused with a quantised linear operation behind it, as ``save_activations="fp8"`` of a
-            recipe does; backward computes from their values, forward from x. C must be a multiple
-            of 128: one scale for 128 columns of a row.
-            The plan lists what is saved so; elsewhere there is no effect.
+            fused with a quantized linear operation after it, as ``save_activations="fp8"`` of a
+            recipe does; backward computes from the codes' values, forward from x. C must be a
+            multiple of 128, because 128 columns of a row share a scale. The plan lists what is
+            saved this way; otherwise there is no effect.
 
     Raises:
         ArgumentError: if ``approximate`` is neither.
@@ -126,7 +126,7 @@ class QGELU(_Activation):
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, arXiv 1606.08415.
 
     Args:
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
     """
 
     _function = functions.Swish(1.702)
@@ -139,7 +139,7 @@ class ReLU(_Activation):
     those of :class:`GELU`.
 
     Args:
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
     """
 
     _function = functions.Relu()
@@ -155,7 +155,7 @@ class SReLU(_Activation):
     arXiv 2109.08668.
 
     Args:
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
     """
 
     _function = functions.SquaredRelu()
@@ -171,7 +171,7 @@ class SiLU(_Activation):
     Approximation in Reinforcement Learning", 2017, arXiv 1702.03118.
 
     Args:
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
     """
 
     _function = functions.Swish()
@@ -203,13 +203,13 @@ class _SoftplusFunction(ScalarFunction):
 class Softplus(_Activation):
     r"""Smooth ReLU: :math:`y = \log(1 + e^{\beta x}) / \beta`, or x above a threshold.
 
-    That is where ``beta * x > threshold``. Any shape; the output has the compute dtype
-    (autocast's, else the input's). Errors are those of :class:`GELU`.
+    y is x where ``beta * x > threshold``. Any shape; the output has the compute dtype (autocast's,
+    else the input's). Errors are those of :class:`GELU`.
 
     Args:
         beta: sharpness.
         threshold: value of ``beta * x`` beyond which y is x.
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
 
     Raises:
         ArgumentError: if ``beta`` is zero.
@@ -258,7 +258,7 @@ class Tanh(_Activation):
     those of :class:`GELU`.
 
     Args:
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
     """
 
     _function = _TanhFunction()
@@ -271,7 +271,7 @@ class Sigmoid(_Activation):
     those of :class:`GELU`.
 
     Args:
-        cache_quantized_input: as of :class:`GELU`.
+        cache_quantized_input: see :class:`GELU`.
     """
 
     _function = functions.Sigmoid()

@@ -15,27 +15,28 @@ from ._dtypes import check_parameter_dtype
 
 
 class AddEmbedding(BasicOperation):
-    """Adds rows of a table, which indices choose: ``y[..., :] = x[..., :] + weight[indices[...]]``.
+    """Adds rows of a table by index: ``y[..., :] = x[..., :] + weight[indices[...]]``.
 
-    As for types of tokens, segments or languages.
+    Used for token types, segments or languages.
 
     Shapes: x and y ``(..., embedding_dim)``; indices, the extra input, ``(...)`` of int32 or int64;
     weight ``(num_embeddings, embedding_dim)``. The output has the dtype of x, to which the weight
     is cast. ``dx = dy``; row i of the weight's gradient is the sum of dy over the places where the
-    index is i. The weight starts standard normal, as a table of ``torch.nn.Embedding``.
+    index is i. The weight is initialized from the standard normal distribution, as in
+    ``torch.nn.Embedding``.
 
     Source: the segment embeddings of Devlin et al., "BERT", 2018, arXiv 1810.04805.
 
     Args:
-        num_embeddings: rows of the table. An index outside of them fails as one of ``Embedding``.
+        num_embeddings: rows of the table. An index out of range fails as in ``Embedding``.
         embedding_dim: length of a row.
         device: of the weight; None is torch's default.
         dtype: of the weight; None is torch's default.
 
     Raises:
-        ArgumentError: if a size is negative, or ``dtype`` not fp16, bf16, fp32 or fp64.
+        ArgumentError: if a size is negative, or ``dtype`` is not fp16, bf16, fp32 or fp64.
         InputError: in forward, if a shape or dtype is not as above.
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

@@ -16,18 +16,18 @@ from ..op import BasicOperation, Dtypes
 class AddExtraInput(BasicOperation):
     """Adds one extra input of the same shape: ``y = x + extra``, as in a residual connection.
 
-    Shapes: x, extra and y alike, any. The output has the dtype to which torch promotes the two.
-    Both gradients are that of the output.
+    Shapes: x, extra and y have the same shape, of any rank. The output has the dtype to which torch
+    promotes the two. Both inputs have the gradient of the output.
 
     Args:
-        in_place: write the sum over an extra input that the caller passes, and return that tensor.
-            Done where nothing is recorded for backward, no other tensor of the call shares its
-            memory, and it has the dtype of the sum; else, and for a channel, the sum is a tensor of
-            its own, as it always is by default.
+        in_place: write the sum to an extra input that the caller passes, and return that tensor.
+            This happens if nothing is recorded for backward, no other tensor of the call shares its
+            memory, and it has the dtype of the sum. Otherwise, for a channel, and by default, the
+            sum is a new tensor.
 
     Raises:
         InputError: in forward, if the two shapes differ. Nothing is broadcast.
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

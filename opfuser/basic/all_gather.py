@@ -10,13 +10,13 @@ class AllGather(CollectiveAlong):
     """Concatenation of the ranks' inputs along a dimension.
 
     Shapes: x ``(..., N, ...)``, the same on all ranks, y ``(..., ranks · N, ...)``; y has the dtype
-    of x. Backward is the reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or where
-    torch.distributed is not initialised, the identity.
+    of x. Backward is the reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or if
+    torch.distributed is not initialized, it is the identity.
 
     Args:
         process_group: None is all ranks.
-        dim: the dimension, from 0. Other than the first, which collectives take, it costs a copy,
-            unless those in front of it are of size 1.
+        dim: the dimension, from 0. Any but the first costs a copy, because collectives use the
+            first, unless all dimensions before it have size 1.
 
     Raises:
         ArgumentError: ``dim`` is negative.

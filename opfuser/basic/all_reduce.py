@@ -16,14 +16,15 @@ from ._collective import Collective
 class AllReduce(Collective):
     """Sum of the ranks' inputs: :math:`y = Σ_r x_r`.
 
-    Shapes: x and y alike, any, the same on all ranks; y has the dtype of x. Every rank is taken to
-    use its (identical) output in the same way, so that the gradients of y are identical too and
-    ``dx = dy``. In a group of one rank, or where torch.distributed is not
-    initialised, the identity.
+    Shapes: x and y have the same shape, of any rank, the same on all ranks; y has the dtype of x.
+    Every rank is assumed to use its (identical) output in the same way, so the gradients of y are
+    identical too and ``dx = dy``. In a group of one rank, or if torch.distributed is not
+    initialized, it is the identity.
 
     Args:
         process_group: None is all ranks.
-        reduce_in_backward: part of te.ops' signature, without effect there; only True is accepted.
+        reduce_in_backward: part of the signature of te.ops, where it has no effect; only True is
+            accepted.
 
     Raises:
         NotSupportedError: ``reduce_in_backward`` is not True.

@@ -45,26 +45,28 @@ class BasicLinear(StoresWeight):
     r"""Linear transformation :math:`y = x W^T`, like ``torch.nn.Linear`` with ``bias=False``.
 
     Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, y ``(..., out_features)``.
-    Computes in, and returns, the autocast dtype if autocast is active, else the weight's dtype:
+    Computes and returns the autocast dtype if autocast is active, otherwise the weight's dtype:
     fp16, bf16, fp32 or fp64.
 
     Tensor parallelism (Shoeybi et al., Megatron-LM, arXiv:1909.08053) gives every rank a slice of
-    W: of its rows in mode ``"column"`` (y is sliced along its last dimension), of its columns in
-    mode ``"row"`` (x is). With sequence parallelism (Korthikanti et al., arXiv:2205.05198) the
-    side that is not sliced along the last dimension is sliced along another one, by default the
-    first. Mode ``"vocabulary"`` is ``"column"`` for the head of a language model, whose classes may
-    not be a multiple of the ranks: the last slices may be smaller, as those of ``torch.chunk`` and
-    of :class:`Embedding` are. ``CrossEntropy(tensor_parallel=True)`` takes its output.
+    W: rows in mode ``"column"`` (y is sliced along its last dimension), columns in mode ``"row"``
+    (x is). With sequence parallelism (Korthikanti et al., arXiv:2205.05198), the side that is not
+    sliced along the last dimension is sliced along another one, by default the first. Mode
+    ``"vocabulary"`` is ``"column"`` for the head of a language model, where the number of classes
+    may not be a multiple of the number of ranks: the last slices may be smaller, as with
+    ``torch.chunk`` and in :class:`Embedding`. ``CrossEntropy(tensor_parallel=True)`` accepts its
+    output.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands;
-    ``linear.recipe = None`` leaves this operation out, ``"inherit"`` takes it back in. Constructed
-    within :func:`opfuser.quantized_model_init`, it stores the codes of its weight alone.
+    In a region of quantized compute (:class:`opfuser.autocast`), its GEMMs take FP8 operands;
+    ``linear.recipe = None`` excludes this operation, ``"inherit"`` includes it again. If
+    constructed within :func:`opfuser.quantized_model_init`, it stores only the codes of its weight.
 
     Attributes:
-        weight: W; or its codes, ``torch.float8_e4m3fn``, with gradients of ``weight_format.dtype``.
-        weight_scale: a buffer, what codes are multiplied by: (1,), or one per 128 x 128 square.
-            Only with codes.
-        weight_format: how the weight is stored; None: in high precision.
+        weight: W; or its codes, of dtype ``torch.float8_e4m3fn``, with gradients of dtype
+            ``weight_format.dtype``.
+        weight_scale: a buffer, the factor of the codes: (1,), or one per 128 x 128 block. Only with
+            codes.
+        weight_format: how the weight is stored; None means in high precision.
 
     Args:
         in_features: last dimension of x, over all ranks.
@@ -73,38 +75,37 @@ class BasicLinear(StoresWeight):
         dtype: of the weight; None is torch's default.
         tensor_parallel_mode: None, "column", "row" or "vocabulary".
         tensor_parallel_group: None is all ranks.
-        sequence_parallel: slice also the side that tensor parallelism leaves whole.
+        sequence_parallel: also slice the side that tensor parallelism does not slice.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
-            selects the random state for initialisation.
-        accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` and give
-            autograd zeros. With ``weight.overwrite_main_grad`` the first gradient of a backward
-            pass is written there; those of further uses of the weight in the same pass, recomputed
-            by a reentrant checkpoint or not, are added. Where autograd would accumulate nothing,
-            neither does this: ``torch.autograd.grad`` returns the gradient of the weight if it is
-            asked for it, and else it is not computed.
+            selects the random state for initialization.
+        accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` and return
+            zeros to autograd. With ``weight.overwrite_main_grad``, the first gradient of a backward
+            pass overwrites it; those of further uses of the weight in the same pass, recomputed by
+            a reentrant checkpoint or not, are added. If autograd would not accumulate, neither does
+            this: ``torch.autograd.grad`` returns the gradient of the weight if the weight is among
+            its inputs; otherwise it is not computed.
         userbuffers_options: not supported.
-        accumulate_into_grad: where ``weight.grad`` is there in backward, have the GEMM add to it,
-            and give autograd nothing: 8 bytes of traffic per fp32 element in place of 12, and no
-            memory for dW. Nothing changes in ``weight.grad`` but that it is rounded once less.
-            Autograd gets the gradient as always where that would not do: ``grad`` is not a
-            contiguous tensor of the dtype of the GEMM (or fp32, on a GPU); the weight is no leaf,
-            of a subclass, or has hooks; ``torch.autograd.grad``, ``create_graph=True``,
-            torch.compile; FP8 operands, whose products no GEMM adds to anything; on a GPU, another
-            stream than the default one. Hooks on autograd's nodes themselves cannot be seen from
-            here and get None, and anomaly detection sees nothing of dW. DistributedDataParallel,
-            whose hook reads ``grad``, works; on a GPU it must have been constructed in the default
-            stream too.
+        accumulate_into_grad: if ``weight.grad`` exists in backward, the GEMM adds to it, and
+            autograd gets nothing: 8 bytes of traffic per fp32 element instead of 12, and no memory
+            for dW. ``weight.grad`` is rounded once less, and otherwise the same. Autograd gets the
+            gradient as usual if ``grad`` is not a contiguous tensor of the dtype of the GEMM (or
+            fp32, on a GPU); if the weight is not a leaf, is of a subclass, or has hooks; with
+            ``torch.autograd.grad``, ``create_graph=True`` or torch.compile; with FP8 operands,
+            whose products no GEMM accumulates; and on a GPU outside of the default stream. Hooks on
+            autograd nodes cannot be detected and get None, and anomaly detection does not check dW.
+            DistributedDataParallel, whose hook reads ``grad``, works; on a GPU, construct it in the
+            default stream too.
         weight_transposed: make ``weight`` the transpose, :math:`W^T` (in_features, out_features),
-            as GPT-2's is in Hugging Face's transformers. Its gradient is of that shape; neither is
-            copied. It is never stored as codes, and quantised compute leaves the operation out.
+            as GPT-2 has it in Hugging Face transformers. Its gradient has that shape; neither is
+            copied. It is never stored as codes, and quantized compute excludes the operation.
         sequence_dim: the dimension that sequence parallelism slices, such as 1 of (batch, sequence,
-            features); other than 0 it costs a copy, unless the ones in front of it are of size 1.
+            features); any other than 0 costs a copy, unless all dimensions before it have size 1.
 
     Raises:
         ArgumentError: arguments outside their domain.
         NotSupportedError: ``userbuffers_options`` other than None.
-        InputError: the last dimension of x is not the local ``in_features``; x is not of a dtype
-            above.
+        InputError: the last dimension of x is not the local ``in_features``, or x has none of the
+            dtypes above.
     """
 
     kernels = ("GEMM",)
@@ -182,9 +183,9 @@ class BasicLinear(StoresWeight):
 
     @property
     def tensor_parallel_mode(self) -> str | None:
-        """Mode of tensor parallelism; None also where the group has a single rank.
+        """Mode of tensor parallelism; also None if the group has a single rank.
 
-        That of ``"vocabulary"`` is ``"column"``, with slices that may differ in size.
+        For ``"vocabulary"`` this is ``"column"``, with slices that may differ in size.
         """
         return self.sharding.mode
 
@@ -200,7 +201,7 @@ class BasicLinear(StoresWeight):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the side that tensor parallelism leaves whole is sliced along its rows."""
+        """Whether the side that tensor parallelism does not slice is sliced along its rows."""
         return self.sharding.sequence_parallel
 
     @property
@@ -214,7 +215,7 @@ class BasicLinear(StoresWeight):
         return self.sharding.local_out_features
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
+        """Draws from ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
         tracker = self._rng_state_tracker_function
         if not self.weight.numel():
             return
@@ -337,18 +338,18 @@ class BasicLinear(StoresWeight):
         Args:
             dy: gradient of the output, (..., out).
             x: input, (..., in).
-            ctx: this operation's context in backward. It knows what was set in forward, and which
-                weight it used, and so whose ``main_grad`` or ``grad`` is meant. Without it what is
-                set now counts, ``main_grad`` is that of the weight of now, and nothing is added to
-                ``grad``.
+            ctx: this operation's context in backward. It holds the flags and the weight of forward,
+                and so which ``main_grad`` or ``grad`` is meant. Without it, the current flags and
+                weight apply, and nothing is added to ``grad``.
             scale: a factor s of the gradient.
 
         Returns:
-            ``s dyᵀ x``, as the weight is stored; zeros once that is in ``main_grad``; None once it
-            is in ``grad``, or where it would be for ``main_grad`` and autograd does not want it.
+            ``s dyᵀ x``, as the weight is stored; zeros if it was added to ``main_grad``; None if it
+            was added to ``grad``, or if it is meant for ``main_grad`` and autograd does not
+            accumulate it.
 
         Raises:
-            ArgumentError: ``main_grad`` is asked for and missing.
+            ArgumentError: ``main_grad`` is required and missing.
         """
         settings = self.settings if ctx is None else self.frozen_settings(ctx)
         if not any(settings):
@@ -387,7 +388,7 @@ class BasicLinear(StoresWeight):
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Operand) -> torch.dtype:
         """In forward, the dtype that the gradient of the weight, w of :meth:`operands`, goes to."""
         weight, stored = self._parameters.get("weight"), self.weight_format
-        dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
+        dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrized
         if stored is not None:
             dtype = stored.dtype
         into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad

@@ -37,7 +37,7 @@ class Bias(BasicOperation):
     r"""Adds a bias along the last dimension: :math:`y = x + b`.
 
     Shapes: x and y ``(..., size)``, b ``(size,)``. The output has the dtype of x, to which b is
-    cast. A bias of None makes this the identity. The bias starts at zero.
+    cast. With a bias of None, this is the identity. The bias is initialized to zero.
 
     Args:
         size: the last dimension, over all ranks.

@@ -18,20 +18,20 @@ from ._collective import Collective
 class Combine(Collective):
     """Sends each row back to the rank that it came from: the inverse of :class:`Dispatch`.
 
-    Shapes: x ``(S, D)``, rows as :class:`Dispatch` has sorted them, with any features; y ``(R, D)``
-    in the order of that operation's input, which :class:`Unpermute` adds by token. Extra inputs:
-    the order of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``, the first
-    two extra outputs of :class:`Dispatch`. The dtype is kept. Backward sends the gradients to the
-    experts. Both passes only copy. In a group of one rank, or where torch.distributed is not
-    initialised, the identity.
+    Shapes: x ``(S, D)``, rows as :class:`Dispatch` sorted them, with any number of features; y
+    ``(R, D)`` in the order of that operation's input, which :class:`Unpermute` sums by token. Extra
+    inputs: the order of received rows ``(S,)`` and the rows exchanged with each rank ``(2, n)``,
+    the first two extra outputs of :class:`Dispatch`. The dtype is kept. Backward sends the
+    gradients to the experts. Both passes only copy. In a group of one rank, or if torch.distributed
+    is not initialized, it is the identity.
 
     Args:
         process_group: that of :class:`Dispatch`; None is all ranks.
 
     Raises:
-        InputError: in forward, if shapes do not go together.
-        NotSupportedError: while torch.compile traces.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match.
+        NotSupportedError: under torch.compile.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 2

@@ -19,7 +19,7 @@ class ConstantScale(BasicOperation):
         scale: the constant, a real Python number.
 
     Raises:
-        ArgumentTypeError: if ``scale`` is none; a tensor would get no gradient.
+        ArgumentTypeError: if ``scale`` is not a number; a tensor would get no gradient.
     """
 
     class Settings(NamedTuple):

@@ -56,45 +56,45 @@ class CrossEntropy(BasicOperation):
     ignored rows.
 
     Shapes: logits ``(..., V)``; targets, the extra input, ``(...)`` of int32 or int64; loss
-    ``(...)`` for ``reduction="none"``, else ``()``. The loss is in fp32 (fp64 for fp64 logits), as
-    is all arithmetic; the gradient has the logits' dtype. "mean" divides by the number of rows that
-    are not ignored: without any, the loss is nan and the gradient 0, as in torch.
+    ``(...)`` for ``reduction="none"``, else ``()``. The loss is in fp32 (fp64 for fp64 logits),
+    like all arithmetic; the gradient has the logits' dtype. "mean" divides by the number of rows
+    that are not ignored; if all are, the loss is NaN and the gradient 0, as in torch.
 
     Saved: the logits, the targets, per row the largest logit m and ``Σ exp(x - m)``, and for "mean"
-    the number of rows that count (0-d): the only tensor of V entries per row is the input. Few
-    logits on a CPU are ATen's (log_softmax, nll_loss), without the statistics of rows. Nothing
-    waits for the device.
+    the number of rows that are not ignored (0-d). The input is the only saved tensor with V entries
+    per row. On a CPU, ATen (log_softmax, nll_loss) computes small logits, and saves no row
+    statistics. The host never waits for the device.
 
-    Kernels: on a GPU opfuser's own, which read the logits once forward, and once more backward to
-    write their gradient: 6 bytes per logit in fp16 or bf16. ATen's log_softmax and nll_loss want an
-    fp32 copy of such logits, and move 26.
+    Kernels: on a GPU, opfuser's own read the logits once in forward, and once in backward to write
+    their gradient: 6 bytes of traffic per logit in fp16 or bf16. ATen's log_softmax and nll_loss
+    need an fp32 copy of such logits, and 26 bytes.
 
-    With ``tensor_parallel`` every rank has the logits of a slice of the classes, cut as by
-    ``torch.chunk``: those of a linear operation in mode "vocabulary" or "column" (Shoeybi et al.,
-    Megatron-LM, arXiv:1909.08053). All ranks are given the same targets, and return the same loss,
-    whose gradient is taken to be the same on all. They exchange 4 numbers per row, in forward. A
-    target that is neither a class nor ``ignore_index`` makes loss and gradient of its row nan on
-    every device.
+    With ``tensor_parallel``, every rank has the logits of a slice of the classes, cut as by
+    ``torch.chunk``: the output of a linear operation in mode "vocabulary" or "column" (Shoeybi et
+    al., Megatron-LM, arXiv:1909.08053). All ranks get the same targets and return the same loss,
+    whose gradient is assumed to be the same on all. They exchange 4 numbers per row, in forward. A
+    target that is neither a class nor ``ignore_index`` makes the loss and gradient of its row NaN
+    on every device.
 
     Sources: the formulas are those of ``torch.nn.functional.cross_entropy``; label smoothing:
     Szegedy et al., "Rethinking the Inception Architecture", 2016; z-loss: Chowdhery et al., "PaLM",
     arXiv:2204.02311, section 5, with ζ = 1e-4.
 
     Args:
-        ignore_index: the target of rows that do not count.
+        ignore_index: the target of rows that are ignored.
         label_smoothing: ε, from 0 to 1.
         reduction: "mean", "sum" or "none".
-        z_loss: ζ, not negative; keeps the softmax's normaliser near 1.
+        z_loss: ζ, not negative; keeps the normalizer of the softmax close to 1.
         tensor_parallel: distribute the classes over the ranks of the group.
         tensor_parallel_group: None is all ranks.
-        num_classes: V, over all ranks; needed with ``tensor_parallel``, and only there.
+        num_classes: V, over all ranks; required with ``tensor_parallel``, and only accepted there.
 
     Raises:
         ArgumentError: if an argument is outside its domain, or a rank would have no class.
         InputError: in forward, if shapes or dtypes are not as above. A target that is neither a
-            class nor ``ignore_index`` fails inside torch on a CPU; the kernels make loss and
-            gradient of its row nan.
-        OpKwargsError: in forward, if it is given keywords.
+            class nor ``ignore_index`` fails inside torch on a CPU; the kernels make the loss and
+            gradient of its row NaN.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     kernels = ("Triton cross_entropy",)

@@ -26,11 +26,11 @@ from ._collective import Collective
 
 
 class Dispatch(Collective):
-    """Sends each row to the rank that has its expert: expert parallelism.
+    """Sends each row to the rank that holds its expert: expert parallelism.
 
-    Of E experts and n ranks, rank r has the experts from ``r E / n`` to ``(r + 1) E / n - 1``. Rows
-    that arrive are sorted by expert, those of one expert by the rank that they come from.
-    :class:`Combine` sends back what becomes of them; backward is that of the gradients.
+    With E experts and n ranks, rank r holds the experts from ``r E / n`` to ``(r + 1) E / n - 1``.
+    Received rows are sorted by expert, and within an expert by the rank that they come from.
+    :class:`Combine` sends the results back; backward does so with the gradients.
 
     Shapes: x ``(R, D)``, the rows of this rank sorted by expert as :class:`Permute` returns them; y
     ``(S, D)``. Extra inputs: the rows of each of all experts ``(E,)``, integers, and with
@@ -39,29 +39,29 @@ class Dispatch(Collective):
     the CPU; the rows of each expert of this rank, ``(E / n,)``, which :class:`GroupedLinear` reads,
     all int64; and with ``weighted`` the weights ``(S,)``, with a gradient. Dtypes are kept.
 
-    Each rank sends any number of rows, none too, to any other, and none is dropped. What a call has
-    besides goes with the sizes of the rows, which all ranks exchange first: where ranks disagree,
-    on the dtype for instance, every one of them says so, and none waits. The host reads those
-    sizes, so that a call waits for the device once. With ``padded`` they follow from the shape of
-    the input, and nothing waits: ranks disagree where they have other numbers of rows, too, and on
-    a GPU it is the device that fails then. Both passes only copy. In a group of one rank, or where
-    torch.distributed is not initialised, the identity.
+    Each rank sends any number of rows to any other, including zero, and none is dropped. All ranks
+    first exchange the numbers of rows, together with a description of the call: if ranks disagree,
+    for example on the dtype, every one of them raises an error, and none hangs. The host reads
+    these numbers, so a call waits for the device once. With ``padded``, they follow from the shape
+    of the input, and nothing waits; ranks then also disagree if their numbers of rows differ, and
+    on a GPU that fails on the device. Both passes only copy. In a group of one rank, or if
+    torch.distributed is not initialized, it is the identity.
 
     Sources: Lepikhin et al., "GShard", 2020; the names are those of DeepSeek-AI's DeepEP.
 
     Args:
-        num_experts: E, those of all ranks.
+        num_experts: E, over all ranks.
         process_group: None is all ranks.
-        weighted: whether it takes and returns weights.
-        padded: whether each expert has as many rows as any other, on every rank, as
-            :class:`DropTokens` leaves them.
+        weighted: whether it reads and returns weights.
+        padded: whether all experts have the same number of rows, on every rank, as after
+            :class:`DropTokens`.
 
     Raises:
         ArgumentError: ``num_experts`` is not a positive multiple of the ranks.
-        InputError: in forward, if shapes do not go together; and on all ranks, if split sizes do
-            not add up to the rows, or the ranks' calls differ.
-        NotSupportedError: while torch.compile traces.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match; and on all ranks, if split sizes do not
+            add up to the number of rows, or the ranks' calls differ.
+        NotSupportedError: under torch.compile.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 2

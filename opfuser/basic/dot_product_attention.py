@@ -59,19 +59,18 @@ class DotProductAttention(BasicOperation):
     r"""Multi-head attention: per head, :math:`y_i = \sum_j \mathrm{softmax}_j(s_{ij})\, v_j`.
 
     A score is :math:`s_{ij} = c \tanh(s\, q_i k_j / c) - m_h |i - j| + b_{hij}`, plus an additive
-    mask; the cap c, the ALiBi slopes m and the bias b are there only where they are asked for. Keys
-    that causality, a window or a mask hide have no weight. A query that sees no key has output and
-    gradients 0. Queries are aligned to the end of the keys: with fewer queries than keys, they are
-    the last positions; with more, the first ones lie before the first key.
+    mask; the cap c, the ALiBi slopes m and the bias b are optional. Keys that causality, a window
+    or a mask hides have weight 0. A query that sees no key has output and gradients 0. Queries are
+    aligned to the end of the keys: with fewer queries than keys, they are the last positions; with
+    more, the first ones lie before the first key.
 
-    Every mode is computed by a kernel that exists: torch's for cuDNN, flash and memory-efficient
-    attention and for CPUs, flash-attn's where it is installed, those that torch compiles for
-    flex_attention, and where none of these takes a call, plain torch for a block of queries at a
-    time, and again in backward. No attention matrix is stored. The first call that flex_attention
-    takes compiles its kernels, for every batch and length.
-    Within torch's ``context_parallel``, torch's function computes attention across processes.
-    :attr:`last_choice` says which kernel the last call took and why not another one; a plan says
-    what is known before. ``docs/attention.md`` has the table.
+    Existing kernels compute it: torch's for cuDNN, flash and memory-efficient attention and for
+    CPUs, flash-attn's if it is installed, and those that torch compiles for flex_attention. If none
+    of these supports a call, plain torch computes one block of queries at a time, and recomputes it
+    in backward. No attention matrix is stored. The first call that flex_attention computes compiles
+    its kernels, for every batch and length. Within torch's ``context_parallel``, torch's function
+    computes attention across processes. :attr:`last_choice` says which kernel ran in the last call,
+    and why not another one; a plan says what is known before. ``docs/attention.md`` has the table.
 
     Shapes, packed: input ``(batch, sequence, (num_heads + num_kv_heads) * head_dim +
     num_kv_heads * v_head_dim)``: the heads of the queries, then of the keys, then of the values;
@@ -83,8 +82,8 @@ class DotProductAttention(BasicOperation):
     broadcasts to ``(batch, num_heads, queries, keys)``; its gradient is summed to it. Query head h
     attends to key head ``h // (num_heads / num_kv_heads)``.
 
-    Saved: the inputs, the output if the kernel's backward reads it, per query and head the
-    log-sum-exp of the scores, and what the call was given besides.
+    Saved: the inputs, the output if the kernel's backward reads it, the log-sum-exp of the scores
+    per query and head, and the tensors among the keywords of the call.
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022;
     soft-capping: Gemma Team, "Gemma 2", 2024; sinks: Xiao et al., "Efficient Streaming Language
     Models with Attention Sinks", 2023; ALiBi: Press et al., "Train Short, Test Long", 2022.
@@ -95,43 +94,43 @@ class DotProductAttention(BasicOperation):
         causal: whether a position attends only to itself and to earlier ones.
         scale: s; None is ``head_dim ** -0.5``.
         layout: ``"packed"`` or ``"separate"``.
-        window: a position attends to this many positions: itself and those before it, and without
-            causality as many behind it. None is all.
+        window: a position attends to this many positions: itself and those before it and, without
+            causality, as many after it. None means all.
         dropout_p: probability of zeroing a weight in training; the others are divided by
             ``1 - dropout_p``. The mask is drawn from the device's generator and not stored.
         softcap: c, positive; None is no cap.
         sinks: whether each head has a learned logit that takes part in the softmax without a
             value: parameter ``sinks`` of shape (num_heads,), which starts at 0.
-        alibi: whether scores fall with the distance, by a slope per head.
+        alibi: whether scores decrease with the distance, by a slope per head.
         core_attention_bias: whether there is one more extra input b, floating point, which is added
             to the scores and has a gradient, as te's ``core_attention_bias`` after the scale.
-        kernel: name of the kernel to take: ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"cpu"``,
-            ``"flash_attn"``, ``"flex"`` or ``"blockwise"``; a call that it does not take is an
-            error. None chooses.
-        v_head_dim: entries of a value head in a packed input; None is as many as of a key head.
+        kernel: name of the kernel to use: ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"cpu"``,
+            ``"flash_attn"``, ``"flex"`` or ``"blockwise"``; a call that it does not support is an
+            error. None chooses one.
+        v_head_dim: size of a value head in a packed input; None means that of a key head.
         device, dtype: of the parameter.
 
     Keywords of a call (through ``op_kwargs``), constants without gradients:
         mask: bool, True where a key is attended to, or floating point, added to the scores;
-            ``(batch, keys)``, or of 3 or 4 dimensions that broadcast to
-            (batch, num_heads, queries, keys). A query all of whose keys are hidden by large finite
-            numbers has wrong gradients, as in torch's: hide them by False, or by -inf.
-        cu_seqlens: int32, (number of sequences + 1,), on the device of the input: where the
-            sequences begin that one row (batch 1) holds, and the end of the last one.
-        max_seqlen: an int not below the length of the longest of them.
-        cache: an object whose ``update(k, v)`` takes and returns keys and values of shape
-            (batch, num_kv_heads, sequence, head size), such as :class:`opfuser.KVCache`. A call
-            that raises stores nothing there, nor in a dynamic layer of Hugging Face's; another
-            object is asked last but for what depends on the keys that it returns.
+            ``(batch, keys)``, or of 3 or 4 dimensions that broadcast to (batch, num_heads, queries,
+            keys). If large finite numbers hide all keys of a query, its gradients are wrong, as in
+            torch: use False or -inf.
+        cu_seqlens: int32, (number of sequences + 1,), on the device of the input: where each
+            sequence in the row (batch 1) begins, and where the last one ends.
+        max_seqlen: an int, at least the length of the longest of them.
+        cache: an object whose ``update(k, v)`` takes and returns keys and values of shape (batch,
+            num_kv_heads, sequence, head size), such as :class:`opfuser.KVCache`. A call that raises
+            stores nothing there, nor in a dynamic layer of Hugging Face; any other object is
+            updated after all checks that do not depend on the keys that it returns.
 
     Raises:
         ArgumentError: if an argument is outside its domain.
         ArgumentTypeError: if ``scale``, ``window``, ``softcap``, ``v_head_dim`` or ``dropout_p`` is
             no real number.
         InputError: in forward, if a shape or dtype is not as above.
-        NotSupportedError: in forward, if ``kernel`` does not take the call, the mask requires grad,
-            gradients are needed of keys that a cache kept from earlier calls, or a cache returns
-            positions that are not filled and has no ``start``, as Hugging Face's static layers;
+        NotSupportedError: in forward, if ``kernel`` does not support the call, the mask requires
+            grad, gradients of keys that a cache holds from earlier calls are needed, or a cache
+            returns unfilled positions and has no ``start``, like Hugging Face's static layers;
             within torch's ``context_parallel``, for anything but causality and scale.
         OpKwargsError: in forward, for other keywords.
     """
@@ -208,7 +207,7 @@ class DotProductAttention(BasicOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the sinks, if there are any, to 0."""
+        """Sets the sinks, if any, to 0."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -220,9 +219,9 @@ class DotProductAttention(BasicOperation):
 
     @property
     def last_choice(self) -> Choice | None:
-        """The kernel of the last call that ran in eager mode, and why not another; None: no call.
+        """The kernel of the last call in eager mode, and why not another; None before any.
 
-        The reasons are looked up when this is read, which takes longer than a call.
+        Reading this looks up the reasons, which takes longer than a call.
         """
         return self._last.choice()
 

@@ -18,29 +18,29 @@ class DropTokens(BasicOperation):
     r"""Keeps the first C rows of each expert, and pads those of experts with fewer.
 
     The capacity C is ``ceil(capacity_factor R / E)`` for R rows and E experts. Row c of expert e
-    becomes row ``e C + c``; rows of zeros, with weights of zero, stand where there is none. Rows of
-    an expert are in the order of tokens: the last ones are dropped. A token is left with what its
-    other experts compute, and its dropped rows have no gradient. :class:`RestoreTokens` goes back.
+    becomes row ``e C + c``; missing rows are zeros, with weights of zero. An expert's rows are in
+    the order of tokens, and the last ones are dropped. A token keeps the results of its other
+    experts, and its dropped rows get no gradient. :class:`RestoreTokens` is the inverse.
 
     Shapes: x ``(R, D)``, sorted by expert as :class:`Permute` returns them; y ``(E C, D)``. Extra
     inputs: the rows of each expert ``(E,)``, integers that add up to R, and with ``weighted`` the
-    weights of rows ``(R,)``. Extra outputs: for each row of x that of y, or ``E C`` if it was
+    weights of rows ``(R,)``. Extra outputs: for each row of x its row in y, or ``E C`` if it was
     dropped, ``(R,)``; the rows of each expert, all C, ``(E,)``; both int64; and with ``weighted``
     the weights ``(E C,)``, with a gradient. Dtypes are kept. Shapes follow from those of the
-    inputs, so that nothing waits for the device: sizes that do not add up fail inside torch. With
-    several ranks each one has a capacity of its own, and drops of its own.
+    inputs, so nothing waits for the device; sizes that do not add up fail inside torch. With
+    several ranks, each has its own capacity and drops its own rows.
 
     Sources: Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021.
 
     Args:
         num_experts: E.
-        capacity_factor: 1 leaves room for what each expert gets if all get the same.
-        weighted: whether it takes and returns weights.
+        capacity_factor: 1 leaves room for an equal share of the rows per expert.
+        weighted: whether it reads and returns weights.
 
     Raises:
         ArgumentError: an argument is not positive and finite.
-        InputError: in forward, if shapes do not go together.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 2
@@ -159,15 +159,16 @@ class DropTokens(BasicOperation):
 
 
 class RestoreTokens(BasicOperation):
-    """Puts rows back where :class:`DropTokens` took them from; dropped rows are zeros.
+    """Returns rows to the places where :class:`DropTokens` found them; dropped rows are zeros.
 
     Shapes: x ``(E C, D)``; y ``(R, D)``. Extra input: the first extra output of
     :class:`DropTokens`, ``(R,)``, int64. The dtype is kept. Saves that map. Nothing waits for the
     device.
 
     Raises:
-        InputError: in forward, if the input has not two dimensions, or the map not one of int64.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the input does not have two dimensions, or the map is not
+            one-dimensional of int64.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

@@ -21,13 +21,14 @@ class Dropout(BasicOperation):
     """Zeroes entries with probability p and scales the others: ``y = x * mask / (1 - p)``.
 
     In evaluation, and for p = 0, it is the identity. The gradient is ``dx = dy * mask / (1 - p)``.
-    Any shape; the output has the dtype of the input, a floating-point one, also under autocast.
+    Any shape; the output has the dtype of the input, which must be floating point, also under
+    autocast.
 
-    The mask comes from torch's generator of the device, so that checkpointing that preserves the
-    generator's state draws it again. Where kernels run it is a function of a seed drawn there, of
-    row and column, and kernels make it where they need it. Saved is that seed, an int64: 8 bytes.
-    A CPU draws and stores the mask, one byte per entry; to make it twice would take longer than to
-    move that byte. None is saved if every entry was kept.
+    The mask comes from torch's generator of the device, so checkpointing that preserves the
+    generator's state draws the same mask again. In kernels it is a function of a seed from that
+    generator, the row and the column, and is computed where it is needed; only the seed is saved,
+    an int64. On a CPU the mask is drawn and saved, one byte per entry, because recomputing it would
+    take longer than reading that byte. No mask is saved if every entry was kept.
 
     Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting",
     JMLR 2014; random numbers: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
@@ -36,8 +37,8 @@ class Dropout(BasicOperation):
         p: probability of zeroing an entry, from 0 to 1; 1 zeroes all of them.
 
     Raises:
-        ArgumentError: if p is no probability.
-        ArgumentTypeError: if p is no real Python number.
+        ArgumentError: if p is not a probability.
+        ArgumentTypeError: if p is not a real Python number.
     """
 
     kernels = ("Triton pointwise",)

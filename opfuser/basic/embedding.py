@@ -24,20 +24,20 @@ from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 class Embedding(BasicOperation):
     """Looks up rows of a table: ``y[..., :] = weight[x[...], :]``.
 
-    Shapes: x ``(...)`` of int32 or int64, weight ``(num_embeddings, embedding_dim)``,
-    y ``(..., embedding_dim)`` in the weight's dtype, also under autocast. The input has no
-    gradient; row i of the weight's is the sum of dy over the places where x is i.
-    The weight starts standard normal, as that of ``torch.nn.Embedding``. It may be tied to another
-    operation's: ``linear.weight = embedding.weight``.
+    Shapes: x ``(...)`` of int32 or int64, weight ``(num_embeddings, embedding_dim)``, y ``(...,
+    embedding_dim)`` in the weight's dtype, also under autocast. The input has no gradient; row i of
+    the weight's is the sum of dy over the places where x is i. The weight is initialized from the
+    standard normal distribution, as in ``torch.nn.Embedding``. It can be tied to another
+    operation's weight: ``linear.weight = embedding.weight``.
 
-    With ``tensor_parallel`` every rank holds a slice of the rows, cut as by ``torch.chunk``, and
-    looks up what it holds; the sum over the ranks is the output (Shoeybi et al., Megatron-LM,
-    arXiv:1909.08053). All ranks are given the same indices. With ``sequence_parallel`` too, each
-    keeps a slice of that sum along ``sequence_dim`` (Korthikanti et al., arXiv:2205.05198).
+    With ``tensor_parallel``, every rank holds a slice of the rows, cut as by ``torch.chunk``, and
+    looks up the indices in it; the output is the sum over the ranks (Shoeybi et al., Megatron-LM,
+    arXiv:1909.08053). All ranks get the same indices. With ``sequence_parallel`` too, each keeps a
+    slice of that sum along ``sequence_dim`` (Korthikanti et al., arXiv:2205.05198).
 
     Args:
-        num_embeddings: rows of the table. An index outside of them fails inside torch: by an
-            IndexError on a CPU, by a device-side assertion on a GPU.
+        num_embeddings: rows of the table. An index out of range fails inside torch: with an
+            IndexError on a CPU, with a device-side assertion on a GPU.
         embedding_dim: length of a row.
         padding_idx: a row that gets no gradient and starts as zeros; negative counts from the end.
         device: of the weight; None is torch's default.
@@ -48,8 +48,8 @@ class Embedding(BasicOperation):
         sequence_dim: along which dimension of the output.
 
     Raises:
-        ArgumentError: if a size is negative, or ``padding_idx`` is no row, or a rank would have no
-            row; or of ``sequence_parallel`` without ``tensor_parallel``.
+        ArgumentError: if a size is negative, ``padding_idx`` is not a row, a rank would have no
+            row, or ``sequence_parallel`` is set without ``tensor_parallel``.
         InputError: in forward, if the input is not of an integer dtype above, or cannot be sliced.
     """
 

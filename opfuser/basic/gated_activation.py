@@ -90,10 +90,10 @@ class GLU(_GatedActivation):
 
     Args:
         cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
-            fused with a quantised linear operation behind it, as ``save_activations="fp8"`` of a
-            recipe does; backward computes from their values, forward from x. F must be a multiple
-            of 128, and so must an interleave size: one scale for 128 columns of a row.
-            The plan lists what is saved so; elsewhere there is no effect.
+            fused with a quantized linear operation after it, as ``save_activations="fp8"`` of a
+            recipe does; backward computes from the codes' values, forward from x. F must be a
+            multiple of 128, and so must an interleave size, because 128 columns of a row share a
+            scale. The plan lists what is saved this way; otherwise there is no effect.
 
     Raises:
         InputError: in forward, if the last dimension is odd.
@@ -110,7 +110,7 @@ class GEGLU(_GatedActivation):
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
 
     Args:
-        cache_quantized_input: as of :class:`GLU`.
+        cache_quantized_input: see :class:`GLU`.
 
     Raises:
         InputError: in forward, if the last dimension is odd.
@@ -125,7 +125,7 @@ class QGEGLU(_GatedActivation):
     Shapes, layout and dtypes as in :class:`GLU`.
 
     Args:
-        cache_quantized_input: as of :class:`GLU`.
+        cache_quantized_input: see :class:`GLU`.
 
     Raises:
         InputError: in forward, if the last dimension is odd.
@@ -142,7 +142,7 @@ class ReGLU(_GatedActivation):
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
 
     Args:
-        cache_quantized_input: as of :class:`GLU`.
+        cache_quantized_input: see :class:`GLU`.
 
     Raises:
         InputError: in forward, if the last dimension is odd.
@@ -157,7 +157,7 @@ class SReGLU(_GatedActivation):
     Shapes, layout and dtypes as in :class:`GLU`.
 
     Args:
-        cache_quantized_input: as of :class:`GLU`.
+        cache_quantized_input: see :class:`GLU`.
 
     Raises:
         InputError: in forward, if the last dimension is odd.
@@ -176,8 +176,8 @@ class SwiGLU(_GatedActivation):
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
 
     Args:
-        cache_quantized_input: as of :class:`GLU`.
-        glu_interleave_size: columns per block; None is the layout in halves.
+        cache_quantized_input: see :class:`GLU`.
+        glu_interleave_size: columns per block; None means two halves.
 
     Raises:
         ArgumentError: if ``glu_interleave_size`` is not positive.
@@ -206,8 +206,8 @@ class SiTUGLU(_GatedActivation):
     Args:
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
-        cache_quantized_input: as of :class:`GLU`.
-        glu_interleave_size: columns per block; None is the layout in halves.
+        cache_quantized_input: see :class:`GLU`.
+        glu_interleave_size: columns per block; None means two halves.
 
     Raises:
         ArgumentError: if a cap is not finite and positive, or ``glu_interleave_size`` not positive.
@@ -237,9 +237,9 @@ class SiTUGLU(_GatedActivation):
 class ClampedSwiGLU(_GatedActivation):
     r"""SwiGLU with clamped inputs: :math:`y = a' \sigma(\alpha a') (b' + \mathrm{offset})`.
 
-    Here :math:`a' = \min(a, \mathrm{limit})` and b' is b clamped to ±limit; the gradient is zero
-    beyond the limits, and at them what that of ``torch.clamp`` is: 1 until torch 2.13, 0 since.
-    Shapes, layouts and dtypes as in :class:`SwiGLU`.
+    Here :math:`a' = \min(a, \mathrm{limit})` and b' is b clamped to ±limit. The gradient is zero
+    beyond the limits; at the limits it is that of ``torch.clamp``: 1 up to torch 2.13, 0 from 2.14
+    on. Shapes, layouts and dtypes as in :class:`SwiGLU`.
 
     Source: OpenAI, gpt-oss, ``gpt_oss/torch/model.py``, which interleaves gates and linear units.
 
@@ -247,8 +247,8 @@ class ClampedSwiGLU(_GatedActivation):
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
-        cache_quantized_input: as of :class:`GLU`.
-        glu_interleave_size: columns per block; None is the layout in halves.
+        cache_quantized_input: see :class:`GLU`.
+        glu_interleave_size: columns per block; None means two halves.
 
     Raises:
         ArgumentError: if ``limit`` or ``glu_interleave_size`` is not positive.

@@ -63,17 +63,16 @@ class GroupedLinear(BasicOperation):
 
     Parameters: ``weight0``, ``weight1``, … ``(out_features, in_features)`` and ``bias0``, …
     ``(out_features,)``; or ``weight`` ``(num_groups, out_features, in_features)`` and ``bias``
-    ``(num_groups, out_features)`` where they are stored as one. Weights start as in
-    ``torch.nn.Linear``, biases at zero. With ``weight_transposed`` each matrix is the transpose,
-    ``(in_features, out_features)``, as GPT-OSS stores its experts; there is no quantised compute of
-    those.
+    ``(num_groups, out_features)`` if they are stored as one. Weights are initialized as in
+    ``torch.nn.Linear``, biases to zero. With ``weight_transposed`` each matrix is the transpose,
+    ``(in_features, out_features)``, as GPT-OSS stores its experts; these are not quantized.
 
     On a GPU, bf16 with sizes that are multiples of 8 runs torch's grouped GEMM: split sizes on the
-    GPU are then neither checked nor read back, and rows past their sum are left undefined. Weights
-    stored as one spare that kernel a copy.
+    GPU are then neither checked nor read by the host, and rows beyond their sum are undefined.
+    Weights that are stored as one save that kernel a copy.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take operands in the
-    format of the recipe. Split sizes on a GPU stay there, too. ``recipe`` is as in ``BasicLinear``.
+    In a region of quantized compute (:class:`opfuser.autocast`) its GEMMs take operands in the
+    format of the recipe. Split sizes on a GPU stay there too. ``recipe`` is as in ``BasicLinear``.
 
     Args:
         num_groups: number of transformations.
@@ -87,33 +86,34 @@ class GroupedLinear(BasicOperation):
         single_grouped_weight: store the weights as one parameter.
         single_grouped_bias: store the biases as one parameter.
         delay_wgrad_compute: leave the gradients of the weights to :meth:`backward_dw`.
-        scale_bias: take the scales of the bias; has no effect with ``bias=False``.
-        accumulate_into_grad: see ``BasicLinear``; for the weights, all of them or none in a call.
-            torch's grouped GEMM cannot add, nor can those of FP8 operands: there autograd does.
+        scale_bias: read the scales of the bias; has no effect with ``bias=False``.
+        accumulate_into_grad: see ``BasicLinear``; for all weights of a call, or none. torch's
+            grouped GEMM cannot accumulate, nor can those of FP8 operands: autograd adds instead.
         weight_transposed: store the transpose of each matrix.
 
-    Keywords of forward (``op_kwargs`` of a sequence), for results in memory of the caller's, such
-    as that of a communication library:
+    Keywords of forward (``op_kwargs`` of a sequence), for results in the caller's memory, such as
+    that of a communication library:
 
     - ``output``: forward writes the output to this tensor, and returns a tensor that shares its
       memory.
-    - ``grad_input``: so does backward, every time it runs, with the gradient of the input, if that
-      needs one. Autograd gets a copy where the input is a leaf, whose ``grad`` would be this memory
-      otherwise. Further up autograd itself may pass a gradient on as it is: where a leaf's ``grad``
-      may come to lie in the buffer, through a view of the leaf, say, clone the input.
-    - ``output_buffer``, ``grad_input_buffer``: other names of the two.
+    - ``grad_input``: every backward writes the gradient of the input to this tensor, if the input
+      needs one. If the input is a leaf, autograd gets a copy, because ``grad`` would be this memory
+      otherwise. If the input is computed from a leaf without a copy, such as by a view, autograd
+      may pass the gradient on as it is, and the leaf's ``grad`` may be the buffer: clone the input
+      then.
+    - ``output_buffer``, ``grad_input_buffer``: other names for these two.
 
-    Each is a contiguous tensor of the shape, dtype and device of what is written, does not require
-    grad, and overlaps neither the other nor a tensor of the call. What autograd saved of an output
-    notices if the buffer is written to before it was used: torch raises an error.
+    Each is a contiguous tensor of the shape, dtype and device of the result, does not require grad,
+    and overlaps neither the other nor a tensor of the call. If the buffer is overwritten while
+    autograd still needs the output, torch raises an error.
 
     Raises:
         ArgumentError: sizes below one; a dtype that is not a float; a bias missing in some groups.
-        InputError: x, the split sizes or the scales have the wrong shape or dtype.
-            Or a buffer cannot take its result.
+        InputError: x, the split sizes or the scales have the wrong shape or dtype, or a buffer
+            cannot hold its result.
         OpKwargsError: another keyword is passed to forward, or a buffer under both of its names.
-        NotSupportedError: a buffer is passed while torch.compile traces. Or split sizes are on the
-            meta device in a region of MXFP8 or NVFP4.
+        NotSupportedError: a buffer is passed under torch.compile, or split sizes are on the meta
+            device in a region of MXFP8 or NVFP4.
     """
 
     kernels = ("grouped GEMM",)
@@ -201,7 +201,7 @@ class GroupedLinear(BasicOperation):
 
     @property
     def delay_wgrad_compute(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
+        """The argument of this name. Setting it takes effect at the next forward."""
         return self._delay_wgrad_compute
 
     @delay_wgrad_compute.setter
@@ -230,8 +230,8 @@ class GroupedLinear(BasicOperation):
     def make_grouped_weights(self) -> None:
         """Stores the weights as one parameter from now on, as ``single_grouped_weight`` does.
 
-        The parameter is new: make optimisers, and wrappers of parameters, afterwards. Does nothing
-        if there is one already.
+        The parameter is new: construct optimizers and wrappers of parameters afterwards. Does
+        nothing if the weights are already one parameter.
 
         Raises:
             ArgumentError: a group has no weight.
@@ -249,7 +249,7 @@ class GroupedLinear(BasicOperation):
             self.register_parameter(name, parameter)
 
     def reset_parameters(self) -> None:
-        """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
+        """Draws weights uniformly in ±1/√in_features, as ``torch.nn.Linear``; biases are zero."""
         tracker = self._rng_state_tracker_function
         for name in self._weight_names:
             (weight,) = self._oriented([getattr(self, name).detach()])
@@ -492,10 +492,10 @@ class GroupedLinear(BasicOperation):
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Computes the weight gradients of the earliest backward pass that still lacks them.
+        """Computes the weight gradients of the earliest backward pass that has not computed them.
 
-        They are added to ``grad``, or to ``main_grad``, of the weights that forward used; then the
-        hooks run. Does nothing if no backward pass waits.
+        They are added to ``grad`` or ``main_grad`` of the weights that forward used; then the hooks
+        run. Does nothing if no backward pass is pending.
         """
         if not self._delayed.pending:
             return
@@ -504,7 +504,7 @@ class GroupedLinear(BasicOperation):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Has ``hook()`` called at the end of every :meth:`backward_dw`."""
+        """Registers a ``hook()`` to call at the end of every :meth:`backward_dw`."""
         self._delayed.hooks.append(hook)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -17,9 +17,9 @@ class Jitter(BasicOperation):
     """Multiplies each entry by a random factor from 1 - ε to 1 + ε: ``y = x * noise``.
 
     In evaluation, and for ε = 0, it is the identity. The gradient is ``dx = dy * noise``. Any
-    shape; the output has the dtype of the input, also under autocast. The noise is uniform, of
-    fp32, from torch's generator of the device, so that checkpointing that preserves its state draws
-    it again. It is what is saved. It makes routers of a mixture of experts explore.
+    shape; the output has the dtype of the input, also under autocast. The noise is uniform, in
+    fp32, from torch's generator of the device, so checkpointing that preserves its state draws the
+    same noise again. Saved: the noise. It makes the routers of a mixture of experts explore.
 
     Source: Fedus et al., "Switch Transformers", 2021, section 2.4.
 
@@ -28,7 +28,7 @@ class Jitter(BasicOperation):
 
     Raises:
         ArgumentError: if ε is not from 0 to 1.
-        ArgumentTypeError: if ε is no real Python number.
+        ArgumentTypeError: if ε is not a real Python number.
         InputError: in forward, if the input is not fp16, bf16, fp32 or fp64.
     """
 

@@ -1,4 +1,4 @@
-"""Normalisation to unit length."""
+"""Normalization to unit length."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ._norms import check_eps, side_by_side
 class L2Normalization(BasicOperation):
     r"""Scales vectors along the last dimension to unit length: :math:`y = x / \sqrt{\sum x^2 + ε}`.
 
-    Used to normalise the queries and keys of attention. Shapes: x and y ``(…, D)``. Arithmetic is
+    Used to normalize the queries and keys of attention. Shapes: x and y ``(…, D)``. Arithmetic is
     in fp32 (fp64 for an fp64 input); the output has the compute dtype (autocast's, else the
     input's). Saved: the input, and ``1 / sqrt(Σ x² + eps)`` of shape ``(…)`` in fp32 (or fp64).
 
     For A elements, forward moves 2A and backward 3A on a GPU. Kernels: ours, as ATen's weight
-    normalisation has no eps; on a CPU its backward.
+    normalization has no eps; on a CPU its backward.
 
     Args:
         eps: added to the squared length.
@@ -33,8 +33,8 @@ class L2Normalization(BasicOperation):
         ArgumentError: if ``eps`` is negative or not finite.
         ArgumentTypeError: if ``eps`` is not a number.
         InputError: in forward, if x has no dimension, or is not fp16, bf16, fp32 or fp64.
-        NotSupportedError: if ``seq_length`` or ``micro_batch_size`` is given, which in te.ops
-            prepare compiled kernels for one shape.
+        NotSupportedError: if ``seq_length`` or ``micro_batch_size`` is given; in te.ops, these
+            prepare kernels for one shape.
     """
 
     kernels = ("Triton norm",)
@@ -81,7 +81,7 @@ class L2Normalization(BasicOperation):
     ) -> Tensor:
         if not input_.dim():
             raise InputError.explained(
-                "The input must have a dimension to normalise along",
+                "The input must have a dimension to normalize along",
                 where="L2Normalization",
                 received="a tensor of shape ()",
             )

@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalization."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from .norm import Norm
 
 
 class LayerNorm(Norm):
-    r"""Layer normalisation over the last dimensions.
+    r"""Layer normalization over the last dimensions.
 
     .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} w + b
 
     Shapes: x and y ``(*rows, *normalized_shape)``, w and b ``normalized_shape``. Statistics and
     arithmetic are in fp32 (fp64 for an fp64 input), whatever the dtype of the parameters; the
-    output has the compute dtype (autocast's, else the input's). Saved: the input, and mean and
-    ``1 / sqrt(var + eps)`` of shape ``rows``. A bias of None is left out.
+    output has the compute dtype (autocast's, else the input's). Saved: the input, and mean and ``1
+    / sqrt(var + eps)`` of shape ``rows``. A bias of None is omitted.
 
-    For A elements, forward moves 2A and backward 3A on a GPU, the gradients of the parameters
-    included, up to 8192 columns. Kernels: ours, as ATen's ``native_layer_norm`` takes no residual,
-    parameters only in the dtype of x and, for their gradients, a second pass; on a CPU ATen's.
+    For A elements, forward moves 2A and backward 3A on a GPU, including the gradients of the
+    parameters, up to 8192 columns. Kernels: opfuser's own, because ATen's ``native_layer_norm``
+    takes no residual, needs parameters in the dtype of x, and computes their gradients in a second
+    pass; on a CPU, ATen's.
 
     Source: Ba et al., "Layer Normalization", 2016, arXiv 1607.06450.
 
@@ -31,16 +32,16 @@ class LayerNorm(Norm):
         eps: added to the variance.
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
-        zero_centered_gamma: scale by ``1 + weight``; the weight then starts at zero.
+        zero_centered_gamma: scale by ``1 + weight``; the weight is then initialized to zero.
         sm_margin: must be 0, or a dict of zeros.
 
     Raises:
         ArgumentError: if ``normalized_shape`` is empty or has a size that is not positive, ``eps``
-            is negative or not finite, or ``dtype`` not fp16, bf16, fp32 or fp64.
+            is negative or not finite, or ``dtype`` is not fp16, bf16, fp32 or fp64.
         ArgumentTypeError: if ``eps`` is not a number.
         InputError: in forward, if the last dimensions of x are not ``normalized_shape``, or x is
             not fp16, bf16, fp32 or fp64.
-        NotSupportedError: if ``sm_margin`` asks for multiprocessors to be kept free.
+        NotSupportedError: if ``sm_margin`` reserves multiprocessors.
     """
 
     with_mean = with_bias = True

@@ -20,15 +20,15 @@ class LoadBalancingLoss(BasicOperation):
 
     .. math:: L = E \sum_e f_e P_e
 
-    Of each router, f is the number of tokens of expert e over that of all tokens, and P the mean of
-    its scores; :math:`f_e` and :math:`P_e` are their means over the routers. Expert e is therefore
-    balanced over the layers of a model, not in each of them. It is what transformers computes of
-    the logits of all layers, and for R = 1 the ``aux_loss`` of :class:`opfuser.TopKRouter`.
+    For each router, f is the share of tokens that go to expert e, and P the mean of its scores;
+    :math:`f_e` and :math:`P_e` are their means over the routers. So experts are balanced over all
+    layers of a model, not in each layer. transformers computes the same from the logits of all
+    layers. For R = 1, it is the ``aux_loss`` of :class:`opfuser.TopKRouter`.
 
-    Shapes: x any, such as the loss of a model, to each element of which it is added; y that of x,
-    and of its dtype. Extra inputs: R times the terms (f, P) as :class:`opfuser.TopKRouter` returns
-    them with ``balance_terms``, (2, E), of fp32 or fp64. Extra output: L, 0-d, of their dtype.
-    Where c is 0, x is handed on.
+    Shapes: x any, such as the loss of a model, and L is added to each element; y has the shape and
+    dtype of x. Extra inputs: R times the terms (f, P) as :class:`opfuser.TopKRouter` returns them
+    with ``balance_terms``, (2, E), of fp32 or fp64. Extra output: L, 0-d, of their dtype. If c is
+    0, y is x.
 
     Saves the means, (2, E).
 
@@ -41,7 +41,7 @@ class LoadBalancingLoss(BasicOperation):
     Raises:
         ArgumentError: there is no router, or the coefficient is not finite.
         InputError: in forward, if the terms are not all (2, E).
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

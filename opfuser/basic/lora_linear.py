@@ -29,8 +29,8 @@ class LoRAAdapter(NamedTuple):
         name: part of the names of its parameters.
         rank: rows of A.
         scale: s; ``alpha / rank`` in LoRA, ``alpha / sqrt(rank)`` in rsLoRA.
-        dropout: probability with which entries of its input are zeroed during training.
-        output: number of the output that it is added to, where there are several.
+        dropout: probability of zeroing an entry of its input in training.
+        output: index of the output that it is added to, if there are several.
         active: whether it is added.
     """
 
@@ -49,35 +49,36 @@ class LoRALinear(LinearOperation):
 
     d_i is dropout.
 
-    With several ``out_features`` it is one such function for each, side by side in the last
-    dimension of y, with ``weight0``, ``bias0``, ``weight1`` ...; adapters say which they belong to.
+    With several ``out_features``, it computes one such function for each, concatenated along the
+    last dimension of y, with ``weight0``, ``bias0``, ``weight1`` ...; each adapter names its
+    ``output``.
 
-    W and b are frozen when they are made: nothing is saved for their gradients, which are computed
-    where ``requires_grad`` of W or b is set. Saved are x, and of dropout its masks, one for each
-    adapter: a seed of 8 bytes where kernels run, else a byte per entry of x. The A of all adapters
-    without dropout are one matrix in their products with x and with gradients. Products of low rank
-    are added to y and dx inside the GEMMs, without a tensor of that size of their own, unless the
-    adapters are of a wider dtype than W: then both are rounded once more.
+    W and b are frozen when they are constructed: nothing is saved for their gradients. To train
+    them, set ``requires_grad``. Saved: x, and one dropout mask for each adapter: a seed of 8 bytes
+    where kernels run, otherwise a byte per entry of x. The matrices A of all adapters without
+    dropout are multiplied with x and with gradients as one. GEMMs add the low-rank products to y
+    and dx, without another tensor of that size, unless the dtype of the adapters is wider than that
+    of W: then both are rounded once more.
 
     Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``, A_i
     ``(rank, in_features)``, B_i ``(out_features, rank)``, y ``(..., out_features)``, fp16, bf16,
-    fp32 or fp64. Under autocast everything is computed in its dtype; otherwise x W^T in that of W,
-    which y has, and adapters in the wider one of theirs and that of W. Regions of quantised compute
-    leave the operation out.
+    fp32 or fp64. Under autocast, everything is computed in its dtype. Otherwise x W^T is computed
+    in the dtype of W, which y has, and adapters in the wider of their dtype and that of W.
+    Quantized compute excludes the operation.
 
-    The ``state_dict`` has ``weight``, ``bias``, ``lora_A_<name>`` and ``lora_B_<name>``. One of a
-    ``lora.Linear`` of PEFT loads too: ``base_layer.weight``, ``lora_A.<name>.weight`` and the like.
+    The ``state_dict`` has ``weight``, ``bias``, ``lora_A_<name>`` and ``lora_B_<name>``. That of
+    PEFT's ``lora.Linear`` loads too: ``base_layer.weight``, ``lora_A.<name>.weight`` and the like.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 
     Attributes:
-        adapters: a tuple. Replace it to activate, scale or drop out otherwise, such as
+        adapters: a tuple. Replace it to change which are active, their scale or dropout:
             ``op.adapters = tuple(a._replace(scale=2.0) for a in op.adapters)``.
 
     Args:
         in_features: last dimension of x.
         out_features: last dimension of y, or of each part of it.
-        adapters: one or several.
+        adapters: at least one.
         bias: whether to add a bias.
         device: of the parameters; None is torch's default.
         dtype: of W and b; None is torch's default.
@@ -85,10 +86,10 @@ class LoRALinear(LinearOperation):
         weight_transposed: make the weight :math:`W^T` (in_features, out_features).
 
     Raises:
-        ArgumentError: sizes, dtypes, names, ranks or probabilities outside their domain; other
-            names or ranks set later; in a call, weights that were cleared or differ in dtype.
-        ArgumentTypeError: a scale or a dropout is no real number.
-        InputError: the last dimension of x is not ``in_features``, or x is of another dtype.
+        ArgumentError: sizes, dtypes, names, ranks or probabilities outside their domain; names or
+            ranks that are changed later; in a call, weights that were cleared or differ in dtype.
+        ArgumentTypeError: a scale or a dropout is not a real number.
+        InputError: the last dimension of x is not ``in_features``, or x has another dtype.
     """
 
     kernels = ("GEMM",)
@@ -197,7 +198,7 @@ class LoRALinear(LinearOperation):
         return NamedTuple("Saved", fields)  # type: ignore[return-value]
 
     def reset_parameters(self) -> None:
-        """W and A as in ``torch.nn.Linear``, b and B zero, so that adapters add nothing yet."""
+        """Initializes W and A as in ``torch.nn.Linear``, b and B to zero: adapters add 0."""
         lora = [names_of(a) for a in self.adapters]
         for name in (*self._weights, *[a for a, _ in lora]):
             p = getattr(self, name)
@@ -209,7 +210,7 @@ class LoRALinear(LinearOperation):
                 nn.init.zeros_(getattr(self, name))
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        """What regions of quantised compute leave out, and why."""
+        """What quantized compute excludes, and why."""
         return Refusal("LAYOUT", "its weight has products of low rank beside it")
 
     def operands(

@@ -16,11 +16,11 @@ from ..op import BasicOperation
 class MakeExtraOutput(BasicOperation):
     """Returns its input twice, as output and as extra output: the start of a residual branch.
 
-    Any shape and dtype, which both outputs have. ``dx = dy + dextra``; a gradient that does not
-    arrive counts as zero.
+    Any shape and dtype; both outputs have those of x. ``dx = dy + dextra``; a missing gradient
+    counts as zero.
 
     Args:
-        in_place: add into the incoming gradient of the extra output, where nobody else holds that
+        in_place: add into the incoming gradient of the extra output, if nothing else refers to that
             tensor or shares its memory. The result is the same either way.
 
     Raises:

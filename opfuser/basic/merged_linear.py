@@ -97,7 +97,7 @@ class BasicMergedLinear(OfProjections, LinearOperation):
         return self.Settings(*both)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        for size in self.sizes:  # so that each is quantised with others as it is alone
+        for size in self.sizes:  # so that each is quantized with others as it is alone
             no = features_refusal((size, self.in_features), env)
             if no is not None:
                 return no
@@ -266,7 +266,7 @@ class MergedBias(OfProjections):
         return input_.add(self.operand(input_))
 
     def operand(self, x: Tensor, weight: gemm.Weight | None = None) -> Tensor:
-        """As of ``Bias``: the biases as one, (Σ sizes,), zero where a projection has none."""
+        """See ``Bias``: the biases as one, (Σ sizes,), zero where a projection has none."""
         width = x.shape[-1] if weight is None and x.dim() else 0
         if weight is not None:
             width = weight.shape[0]

@@ -110,7 +110,7 @@ class Norm(BasicOperation):
         if input_.shape[-len(shape) :] != shape:
             refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
         x = in_compute_dtype(input_, self)
-        y: Tensor = self._normalise(ctx, x, None, next_op_input_quantizer)[0]
+        y: Tensor = self._normalize(ctx, x, None, next_op_input_quantizer)[0]
         return y
 
     def forward_of_sum(
@@ -124,11 +124,11 @@ class Norm(BasicOperation):
             residual: of the same dtype and shape.
             quantizer: how the output is wanted.
         """
-        y, total = self._normalise(ctx, x, residual, quantizer)
+        y, total = self._normalize(ctx, x, residual, quantizer)
         assert total is not None
         return y, total
 
-    def _normalise(
+    def _normalize(
         self, ctx: OperationContext, x: Tensor, residual: Tensor | None, quantizer: Quantizer | None
     ) -> tuple[Any, Tensor | None]:
         if quantizer is not None and quantizer.cols:
@@ -162,7 +162,7 @@ class Norm(BasicOperation):
 
         Args:
             ctx: context in a forward whose backward will run.
-            x: the input, as it was normalised.
+            x: the input, as it was normalized.
             mean: of each row, where ``with_mean``.
             rstd: of each row.
         """
@@ -297,8 +297,8 @@ class Norm(BasicOperation):
         return x, None, rstd
 
     def extra_repr(self) -> str:
-        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
-        return f"{self.normalized_shape}, eps={self.eps}{centred}"
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{self.normalized_shape}, eps={self.eps}{centered}"
 
 
 def _quantized(args: Any, quantizer: Quantizer) -> tuple[QuantizedNorm, Tensor | None]:

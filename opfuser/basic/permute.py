@@ -18,35 +18,35 @@ from ..op import BasicOperation, Dtypes
 class Permute(BasicOperation):
     """Copies each token once for each of its experts, and sorts the copies by expert.
 
-    ``rows[row_map[t, j]] = x[t]``, where rows of expert e come before those of e + 1, and those of
-    one expert are in the order of tokens: the sort is stable. Backward adds the gradients of a
-    token's rows, in fp32 or wider.
+    ``rows[row_map[t, j]] = x[t]``, where the rows of expert e come before those of e + 1, and the
+    rows of an expert are in the order of tokens: the sort is stable. Backward sums the gradients of
+    a token's rows, in fp32 or wider.
 
     Shapes: x ``(..., D)``; rows, the output, ``(T k, D)`` for T tokens of k experts each. Extra
     inputs: the experts' indices ``(..., k)``, integers from 0 to ``num_experts - 1``, and with
     ``weighted`` the weights ``(..., k)``, as :class:`TopKRouter` returns them. Extra outputs: the
     row map ``(..., k)``, which :class:`Unpermute` reads; the number of rows of each expert,
     ``(num_experts,)``, which :class:`GroupedLinear` reads; both int64; and with ``weighted`` the
-    weight of each row, ``(T k,)``, with a gradient, as :class:`ScaledSwiGLU` takes it. Rows have
-    the dtype of x, their weights that of the weights; either may be any.
+    weight of each row, ``(T k,)``, with a gradient, as :class:`ScaledSwiGLU` reads it. Rows have
+    the dtype of x, and their weights that of the weights; both may be any.
 
-    Saves the row map. No sum is atomic: results are bitwise reproducible. Nothing waits for a
-    GPU: an index that is no expert's fails there.
+    Saves the row map. Sums use no atomics, so results are bitwise reproducible. Nothing waits for a
+    GPU: an invalid expert index fails there.
 
-    On a GPU: two launches for the row map, with the number of rows, one for rows and their weights,
-    and one for both gradients.
+    On a GPU: two launches for the row map and the numbers of rows, one for the rows and their
+    weights, and one for both gradients.
 
     Source: Gale et al., "MegaBlocks", 2022; the names are those of Megatron Core.
 
     Args:
         num_experts: number of experts.
-        weighted: whether it takes and returns weights.
+        weighted: whether it reads and returns weights.
 
     Raises:
         ArgumentError: ``num_experts`` is below one.
-        InputError: in forward, if shapes do not go together or the indices are not int32 or int64;
-            on a CPU also if one is no expert's.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match or the indices are not int32 or int64; on
+            a CPU, also if an index is not an expert.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     kernels = ("Triton row map",)
@@ -111,7 +111,7 @@ class Permute(BasicOperation):
 
     @staticmethod
     def recompute(x: Tensor, row_map: Tensor) -> Tensor:
-        """The output of forward, for its input and the row map that it returned."""
+        """The output of forward, computed again from its input and the row map that it returned."""
         return copy_to_rows(x, row_map, None)[0]
 
     def fuser_backward(

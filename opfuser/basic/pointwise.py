@@ -21,32 +21,32 @@ from ._numbers import real_number
 class PointwiseOperation(BasicOperation):
     """Applies a function f of one number to each element: ``y = f(x)``, ``dx = dy f'(x)``.
 
-    A subclass gives f in two forms. :meth:`value` is that in torch, and serves every device. The
-    Triton function :attr:`device_function` is that for a GPU, and lets a run of operations become
-    one kernel. Neither pass of the operation may be overridden in a class that shall fuse.
+    A subclass defines f in two forms. :meth:`value`, in torch, works on every device. The Triton
+    function :attr:`device_function` is for GPUs, and lets consecutive operations become one kernel.
+    A class that overrides a pass of the operation is not fused.
 
     Any shape; the output has the compute dtype (autocast's, else the input's). Both forms work in
     fp32, or in fp64 for fp64. Saved: the input.
 
-    Where autograd finds no way from the value back to x, as in a constant, a comparison, or after
-    ``x.detach()``, no gradient is guessed: to autograd a step, whose derivative is zero, looks like
-    a function that was computed elsewhere. :meth:`derivative` then has to be given.
+    If autograd finds no path from the value back to x, as for a constant, a comparison, or after
+    ``x.detach()``, no gradient is guessed: autograd cannot tell a step, whose derivative is zero,
+    from a function that it did not see. Define :meth:`derivative` then.
 
     Attributes may be set at any time. Backward runs the torch form on a shallow copy of the
-    operation as it was when forward began; what that writes to ``self`` is lost.
+    operation as it was when forward began; anything that it writes to ``self`` is lost.
 
     Args:
         *constants: numbers that f depends on. They are compiled into kernels.
 
     Class attributes:
         device_function: ``f(x, P)``, which returns the pair (value, derivative) for a tile x in
-            fp32 and the tuple P of the constants. Either the Triton function itself, or its place
-            as ``"module:name"``, so that Triton need not be there before the first kernel. Without
-            one the torch form runs on a GPU too, and nothing is fused.
+            fp32 and the tuple P of the constants. Either the Triton function itself, or its name,
+            ``"module:name"``, so that Triton is not needed before the first kernel. Without one,
+            the torch form runs on a GPU too, and nothing is fused.
 
     Raises:
         ArgumentError: ``device_function`` is a string without a module or a name.
-        ArgumentTypeError: a constant is no real Python number.
+        ArgumentTypeError: a constant is not a real Python number.
         MissingImplementationError: in forward, if the subclass has no :meth:`value`; in backward,
             if it has no :meth:`derivative` and autograd finds none.
         InputError: in forward, if x is not fp16, bf16, fp32 or fp64.
@@ -102,7 +102,7 @@ class PointwiseOperation(BasicOperation):
         )
 
     def derivative(self, x: Tensor) -> Tensor:
-        """``f'(x)`` in torch. By default autograd finds it, at the cost of another forward."""
+        """``f'(x)`` in torch. By default autograd computes it, at the cost of another forward."""
         if not stands_in(x):
             return self._found_by_autograd(x)
         # What is traced holds no autograd.grad, and a vjp of no use of x is zero without a word.

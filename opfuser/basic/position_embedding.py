@@ -19,7 +19,7 @@ class PositionEmbedding(BasicOperation):
     Shapes: x and y ``(..., sequence, embedding_dim)``, weight ``(num_positions, embedding_dim)``.
     The output has the dtype of x, to which the weight is cast. ``dx = dy``; row t of the weight's
     gradient is the sum of dy over all places of position t. Saved: the positions, if given. The
-    weight starts standard normal, as a table of ``torch.nn.Embedding``.
+    weight is initialized from the standard normal distribution, as in ``torch.nn.Embedding``.
 
     Source: Gehring et al., "Convolutional Sequence to Sequence Learning", 2017, arXiv 1705.03122;
     in BERT, GPT-2 and ViT.
@@ -31,11 +31,11 @@ class PositionEmbedding(BasicOperation):
         dtype: of the weight; None is torch's default.
 
     Keyword of a call (through ``op_kwargs``): ``positions``, an integer tensor ``(sequence,)`` or
-    of the shape of x without its last dimension; None is 0, 1, 2, … One outside of the table fails
-    as an index of ``Embedding`` does.
+    of the shape of x without its last dimension; None means 0, 1, 2, … A position outside of the
+    table fails like an index of ``Embedding``.
 
     Raises:
-        ArgumentError: if a size is negative, or ``dtype`` not fp16, bf16, fp32 or fp64.
+        ArgumentError: if a size is negative, or ``dtype`` is not fp16, bf16, fp32 or fp64.
         InputError: in forward, if a shape or dtype is not as above, or there are more positions
             than rows.
         NotSupportedError: in forward, within torch's ``context_parallel``, without positions.

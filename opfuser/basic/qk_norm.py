@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of every query and key head."""
+"""Root-mean-square normalization of every query and key head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._norms import check_eps
 
 
 class QKNorm(BasicOperation):
-    r"""Root-mean-square normalisation of every query and key head of packed queries, keys, values.
+    r"""Root-mean-square normalization of each query and key head of packed q, k and v.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
 
@@ -30,9 +30,8 @@ class QKNorm(BasicOperation):
     queries, then of the keys, then of the values. Saved: the input, and
     ``1 / sqrt(mean(x²) + eps)``, ``(..., num_heads + num_kv_heads)``.
 
-    One kernel forward; one backward, and one that sums up what its programs found for the weights.
-    ATen and its peers have norms of contiguous rows, of one weight: they would take copies of the
-    queries and of the keys.
+    One kernel in forward; in backward one, and a second that sums the weight gradients. Norms of
+    other libraries need contiguous rows and one weight, and so copies of the queries and the keys.
 
     Sources: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv 2010.04245, and
     Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, arXiv 2302.05442.
@@ -45,10 +44,10 @@ class QKNorm(BasicOperation):
         eps: added to the mean square.
         device: of the weights; None is torch's default.
         dtype: of the weights; None is torch's default.
-        zero_centered_gamma: scale by ``1 + weight``; the weights then start at zero.
+        zero_centered_gamma: scale by ``1 + weight``; the weights are then initialized to zero.
 
     Raises:
-        ArgumentError: if a size is not positive, ``eps`` is negative or not finite, or ``dtype``
+        ArgumentError: if a size is not positive, ``eps`` is negative or not finite, or ``dtype`` is
             not fp16, bf16, fp32 or fp64.
         ArgumentTypeError: if ``eps`` is not a number.
         InputError: in forward, if a shape or dtype is not as above.
@@ -129,12 +128,12 @@ class QKNorm(BasicOperation):
     ) -> Tensor:
         self.check_input(input_, self.frozen_settings(ctx))
         x = in_compute_dtype(input_, self)
-        return self.normalise(ctx, x, None)
+        return self.normalize(ctx, x, None)
 
-    def normalise(self, ctx: OperationContext, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """The output for an x in the compute dtype, turned by a RotaryEmbedding's angles if given.
+    def normalize(self, ctx: OperationContext, x: Tensor, rotation: Rotation | None) -> Tensor:
+        """The output for x in the compute dtype, rotated by a RotaryEmbedding's angles if given.
 
-        Saves what :meth:`op_backward` reads.
+        Saves the tensors that :meth:`op_backward` reads.
         """
         _, kv_heads, eps, zero_centered = self.frozen_settings(ctx)
         weights = self.q_weight, self.k_weight
@@ -149,7 +148,7 @@ class QKNorm(BasicOperation):
     def gradients(
         self, ctx: OperationContext, grad_output: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-        """What :meth:`op_backward` returns, for a gradient of turned queries and keys."""
+        """The result of :meth:`op_backward` for a gradient of rotated queries and keys."""
         x, rstd = ctx.saved_tensors
         need_dx, (need_dq, need_dk), _ = ctx.needs
         *_, zero_centered = self.frozen_settings(ctx)
@@ -185,8 +184,8 @@ class QKNorm(BasicOperation):
         return torch.cat([*parts, values], -2).flatten(-2).to(input_.dtype)
 
     def extra_repr(self) -> str:
-        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"num_kv_heads={self.num_kv_heads}, eps={self.eps}{centred}"
+            f"num_kv_heads={self.num_kv_heads}, eps={self.eps}{centered}"
         )

@@ -19,8 +19,9 @@ class Quantize(BasicOperation):
 
     Shapes: x and y alike, any; y has the dtype of x.
 
-    A neighbour whose GEMMs take the codes receives them, with the scales that it keeps. Elsewhere
-    values are rounded with scales from the tensor itself, one for it or for its blocks of 128.
+    A neighboring operation whose GEMMs take codes receives them, with the scales that it keeps.
+    Otherwise values are rounded with scales from the tensor itself, one for the tensor or one per
+    block of 128.
 
     Args:
         forward: whether to round the output.

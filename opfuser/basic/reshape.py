@@ -15,16 +15,16 @@ from ..op import BasicOperation, OperationContext, OperationGrads
 class Reshape(BasicOperation):
     """Reshapes its input, as ``torch.reshape``: a view where the strides allow it.
 
-    The dtype is any, and stays.
+    Any dtype; the output has that of the input.
 
     Args:
-        shape: the output's sizes, or its only one. One of them may be -1 and is then inferred.
-            With zero elements it can be inferred only if no other size is 0.
+        shape: the sizes of the output, or its only size. One of them may be -1, and is then
+            inferred. With zero elements, it can be inferred only if no other size is 0.
 
     Raises:
         ArgumentError: if a size is below -1, or more than one is -1.
         ArgumentTypeError: if a size is not an integer.
-        InputError: in forward, if the input has no such shape.
+        InputError: in forward, if the input cannot be reshaped to ``shape``.
     """
 
     class Settings(NamedTuple):

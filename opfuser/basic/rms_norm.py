@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .norm import Norm
 
 
 class RMSNorm(Norm):
-    r"""Root-mean-square normalisation over the last dimensions.
+    r"""Root-mean-square normalization over the last dimensions.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
 
@@ -21,7 +21,7 @@ class RMSNorm(Norm):
     output has the compute dtype (autocast's, else the input's). Saved: the input, and
     ``1 / sqrt(mean(x²) + eps)`` of shape ``rows``.
 
-    For A elements, forward moves 2A and backward 3A on a GPU, the weight gradient included, up to
+    For A elements, forward moves 2A and backward 3A on a GPU, including the weight gradient, up to
     8192 columns. Kernels: ours, as ATen's ``_fused_rms_norm`` takes no residual and, for the weight
     gradient, a second pass; on a CPU ATen's, where ``rms_norm`` is decomposed and slow.
 
@@ -32,16 +32,16 @@ class RMSNorm(Norm):
         eps: added to the mean square.
         device: of the weight; None is torch's default.
         dtype: of the weight; None is torch's default.
-        zero_centered_gamma: scale by ``1 + weight``; the weight then starts at zero.
+        zero_centered_gamma: scale by ``1 + weight``; the weight is then initialized to zero.
         sm_margin: must be 0, or a dict of zeros.
 
     Raises:
         ArgumentError: if ``normalized_shape`` is empty or has a size that is not positive, ``eps``
-            is negative or not finite, or ``dtype`` not fp16, bf16, fp32 or fp64.
+            is negative or not finite, or ``dtype`` is not fp16, bf16, fp32 or fp64.
         ArgumentTypeError: if ``eps`` is not a number.
         InputError: in forward, if the last dimensions of x are not ``normalized_shape``, or x is
             not fp16, bf16, fp32 or fp64.
-        NotSupportedError: if ``sm_margin`` asks for multiprocessors to be kept free.
+        NotSupportedError: if ``sm_margin`` reserves multiprocessors.
     """
 
     with_mean = with_bias = False

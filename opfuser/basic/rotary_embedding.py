@@ -22,52 +22,52 @@ from ._rotary_tables import RotaryTables, pairs_of_rows
 class RotaryEmbedding(BasicOperation):
     r"""Rotates pairs of entries of queries and keys by angles that grow with the position.
 
-    The pair (a, b) number i of every query and key head at position t becomes
-    ``c (a cos φ - b sin φ, b cos φ + a sin φ)`` with ``φ = t ω``, where
-    ``ω = base ** (-2i / rotary_dim)`` and c = 1, or as ``scaling`` says. The values pass unchanged.
-    The gradient is rotated by the opposite angles. Cosine, sine and the products are in fp32 (fp64
-    for an fp64 input), the output in the input's dtype.
+    Pair i, (a, b), of every query and key head at position t becomes ``c (a cos φ - b sin φ, b cos
+    φ + a sin φ)`` with ``φ = t ω``, where ``ω = base ** (-2i / rotary_dim)`` and c = 1, unless
+    ``scaling`` changes them. The values pass unchanged. The gradient is rotated by the opposite
+    angles. Cosine, sine and the products are in fp32 (fp64 for an fp64 input), the output in the
+    input's dtype.
 
     Shapes: input and output ``(batch, sequence, (num_heads + 2 * num_kv_heads) * head_dim)``: the
     heads of the queries, then of the keys, then of the values. Saved: the positions, if given.
 
-    One kernel turns queries and keys and copies the values, 2A of traffic for A elements; backward
-    is the same with the opposite angles. ATen has no such kernel, and in plain torch each step of
-    the formula is a pass of its own. Tables of cosine and sine are kept from call to call; those of
-    given positions are made anew.
+    One kernel rotates queries and keys and copies the values: 2A of traffic for A elements.
+    Backward is the same with the opposite angles. ATen has no such kernel; in plain torch, each
+    step of the formula is a separate pass. Tables of cosine and sine are cached between calls;
+    those of explicit ``positions`` are computed at each call.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
-    arXiv 2104.09864, which pairs neighbours (``interleaved=True``, as in GPT-J). Llama and
+    arXiv 2104.09864, which pairs neighbors (``interleaved=True``, as in GPT-J). Llama and
     GPT-NeoX pair entry i with entry ``i + rotary_dim / 2`` instead. Sections: Wang et al.,
     "Qwen2-VL", 2024, arXiv 2409.12191.
 
     Args:
         num_heads: query heads.
         head_dim: entries per head.
-        num_kv_heads: key heads, and as many value heads; None is ``num_heads``. With 0 all heads
-            turn and there are no values: queries alone, or keys alone.
+        num_kv_heads: key heads, and as many value heads; None is ``num_heads``. With 0, all heads
+            are rotated and there are no values: queries alone, or keys alone.
         base: base of the frequencies.
-        interleaved: whether a pair consists of neighbours.
+        interleaved: whether a pair consists of neighbors.
         rotary_dim: entries of a head that are rotated, from its start; None is all of them.
         max_positions: compute angles for this many positions at the first call and refuse longer
-            sequences; None follows the longest sequence seen.
+            sequences; None grows with the longest sequence so far.
         scaling: an :class:`opfuser.RopeScaling`, or None.
-        sections: numbers of pairs that turn by the same row of positions, where a token has several
-            positions, such as time, height and width; their sum is ``rotary_dim / 2``.
-        interleave_sections: pair i takes row ``i % len(sections)`` as long as its section lasts,
-            then row 0, as in Qwen3-VL, instead of one section after another.
+        sections: if a token has several positions, such as time, height and width, the number of
+            pairs for each; their sum is ``rotary_dim / 2``.
+        interleave_sections: pair i uses position row ``i % len(sections)`` until that section is
+            used up, then row 0, as in Qwen3-VL, instead of consecutive sections.
 
     Keywords of a call (through ``op_kwargs``):
         positions: an integer tensor ``(sequence,)``, ``(batch, sequence)`` or ``(1, sequence)``;
-            with sections also with a dimension of ``len(sections)`` in front of the latter two;
-            without it all sections take the same. None is 0, 1, 2, … Its values are not held to
-            ``max_positions``, since reading them would wait for the device.
-        tables: instead of positions, cosine and sine of the angles of each token and pair, as they
-            multiply: floating point, (2, sequence, rotary_dim / 2), or (2, batch * sequence, …).
-            Base, scaling and sections do not matter then. For models that bring their own.
-        length: of the whole sequence, an int, where a scaling depends on it ("dynamic" and
-            "longrope") and it is not that of the input: in a decoding step, or with several
-            sequences in one.
+            with sections, the latter two may have another dimension of ``len(sections)`` in front;
+            without it, all sections use the same positions. None means 0, 1, 2, … The values are
+            not checked against ``max_positions``, because reading them would wait for the device.
+        tables: instead of positions, cosine and sine of the angles of each token and pair, with any
+            factor included: floating point, (2, sequence, rotary_dim / 2), or (2, batch * sequence,
+            …). Base, scaling and sections are ignored then. For models that compute their own.
+        length: of the whole sequence, an int, if a scaling depends on it ("dynamic" and "longrope")
+            and it differs from that of the input: in a decoding step, or with several sequences in
+            one row.
 
     Raises:
         ArgumentError: if a size is not positive, ``rotary_dim`` is odd or above ``head_dim``,
@@ -128,17 +128,17 @@ class RotaryEmbedding(BasicOperation):
     ) -> RotaryEmbedding:
         """The embedding of a Hugging Face model: heads, base, scaling, part of a head, sections.
 
-        Whether neighbours are paired no configuration says; pass ``interleaved=True`` for GPT-J,
+        Configurations do not say whether neighbors are paired; pass ``interleaved=True`` for GPT-J,
         Cohere and the like.
 
         Args:
             config: a configuration of transformers 4 or 5, or its dict. It is not changed.
-            layer_type: such as "full_attention", where types of layers differ.
+            layer_type: such as "full_attention", if types of layers differ.
             others: arguments of the constructor, which take precedence.
 
         Raises:
-            ArgumentError: a number of heads or their size is in none of the fields that are usual,
-                or as for :meth:`opfuser.RopeScaling.from_hf`.
+            ArgumentError: no usual field has the number of heads or their size, or as for
+                :meth:`opfuser.RopeScaling.from_hf`.
         """
         # What the caller says is not looked up: some configurations refuse to be asked.
         heads = others.get("num_heads") or field_of(config, "num_attention_heads")
@@ -178,7 +178,7 @@ class RotaryEmbedding(BasicOperation):
 
     @property
     def attention_scaling(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor of cosine and sine."""
         return self.make_settings().angles.attention_scaling
 
     def inverse_frequencies(
@@ -188,13 +188,13 @@ class RotaryEmbedding(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """The angle between neighbouring positions in radians, for each pair: (rotary_dim / 2,).
+        """The angle between neighboring positions in radians, for each pair: (rotary_dim / 2,).
 
         Args:
-            length: of the sequence, where the scaling depends on it; None is one of those that the
+            length: of the sequence, if the scaling depends on it; None means a length that the
                 model was trained for.
             device: of the result; None is torch's default.
-            dtype: of the arithmetic, which is that of a CPU, and of the result.
+            dtype: of the arithmetic, which runs on the CPU, and of the result.
         """
         device = torch.get_default_device() if device is None else torch.device(device)
         angles = self.make_settings().angles.of_length(length or 0)

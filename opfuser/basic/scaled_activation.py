@@ -138,21 +138,20 @@ class _ScaledActivation(BasicOperation):
 class ScaledSwiGLU(_ScaledActivation):
     r"""Scaled SwiGLU: :math:`y_t = s_t \, a_t \sigma(a_t) b_t`, row :math:`x_t` split into [a, b].
 
-    Extra input: the scales s, with a gradient of their own. Shapes: x ``(…, 2F)``, s ``(…)`` or
-    ``(…, 1)``, y ``(…, F)``. Input and scales are cast to the compute dtype (autocast's, else the
+    Extra input: the scales s, which have a gradient. Shapes: x ``(…, 2F)``, s ``(…)`` or ``(…,
+    1)``, y ``(…, F)``. Input and scales are cast to the compute dtype (autocast's, else the
     input's), which is the output's.
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
-            recomputed in the backward of a fused MLP in place of saving it; here that is done for
-            either value.
+        activation_recompute_in_mlp: has no effect. In te.ops, it recomputes the output in the
+            backward of a fused MLP instead of saving it; opfuser always does so.
 
     Raises:
         ArgumentError: if ``glu_interleave_size`` is not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units,
             the scales are not one per row, or the input is not fp16, bf16, fp32 or fp64.
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     def __init__(
@@ -167,14 +166,14 @@ class ScaledSwiGLU(_ScaledActivation):
 
 
 class ScaledSiTUGLU(_ScaledActivation):
-    r"""Scaled SiTUGLU: its output rows times the extra input, one scale per row.
+    r"""SiTUGLU with scaled rows: the extra input has one scale per output row.
 
     The formula is that of :class:`SiTUGLU`; shapes, dtypes and errors are those of
     :class:`ScaledSwiGLU`.
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
 
@@ -201,14 +200,14 @@ class ScaledSiTUGLU(_ScaledActivation):
 
 
 class ScaledClampedQGeGLU(_ScaledActivation):
-    r"""Scaled ClampedSwiGLU: its output rows times the extra input, one scale per row.
+    r"""ClampedSwiGLU with scaled rows: the extra input has one scale per output row.
 
     The formula is that of :class:`ClampedSwiGLU`; shapes, dtypes and errors are those of
     :class:`ScaledSwiGLU`.
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
@@ -241,11 +240,11 @@ class ScaledClampedQGeGLU(_ScaledActivation):
 class ScaledSReLU(_ScaledActivation):
     r"""Scaled squared ReLU: :math:`y_t = s_t \max(x_t, 0)^2`.
 
-    Extra input: the scales s, with a gradient of their own. Shapes: x and y ``(…, F)``, s ``(…)``.
-    Dtypes and errors as in :class:`ScaledSwiGLU`.
+    Extra input: the scales s, which have a gradient. Shapes: x and y ``(…, F)``, s ``(…)``. Dtypes
+    and errors as in :class:`ScaledSwiGLU`.
 
     Args:
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
     """
 
     def make_function(self) -> ScalarFunction:
@@ -255,12 +254,12 @@ class ScaledSReLU(_ScaledActivation):
 class ScaledTanhSReLU(_ScaledActivation):
     r"""Scaled squared ReLU with a soft cap: :math:`y_t = s_t (c \tanh(\max(x_t, 0) / c))^2`.
 
-    Without the scales y is :math:`x^2` for small positive x, and stays below :math:`c^2`. Extra
-    input, shapes, dtypes and errors are those of :class:`ScaledSReLU`.
+    Without the scales, y is about :math:`x^2` for small positive x, and stays below :math:`c^2`.
+    Extra input, shapes, dtypes and errors are those of :class:`ScaledSReLU`.
 
     Args:
         tanh_clamp_scale: the cap c, finite and positive.
-        activation_recompute_in_mlp: as of :class:`ScaledSwiGLU`.
+        activation_recompute_in_mlp: see :class:`ScaledSwiGLU`.
 
     Raises:
         ArgumentError: if ``tanh_clamp_scale`` is not finite and positive.

@@ -15,12 +15,13 @@ from ..op import BasicOperation, Dtypes
 class SwapExtra(BasicOperation):
     """Returns its extra input as output, and its input as extra output. Nothing is copied.
 
-    With channels, a sequence goes on with another branch: ``MakeExtraOutput`` publishes a tensor,
-    operations compute one branch from it, and ``SwapExtra`` sets the result aside and goes on with
-    the published tensor. Shapes and dtypes are any; gradients are exchanged likewise.
+    With channels, this lets a sequence continue with another branch: ``MakeExtraOutput`` publishes
+    a tensor, operations compute one branch from it, and ``SwapExtra`` outputs that result as the
+    extra output and continues with the published tensor. Any shapes and dtypes; gradients are
+    swapped too.
 
     Raises:
-        OpKwargsError: in forward, if it is given keywords.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     num_extra_inputs: int = 1

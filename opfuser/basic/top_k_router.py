@@ -40,32 +40,32 @@ class TopKRouter(BasicOperation):
 
     .. math:: w_{tj} = \gamma\, s_{t I_{tj}} [ / \sum_i s_{t I_{ti}} ]
 
-    The correction b of the scores, ``score_correction_bias``, chooses but does not weigh. With
-    ``num_groups`` above one the experts are cut into as many groups of the same size, and only
-    those of the ``top_k_groups`` groups count whose two largest s + b have the largest sum.
+    The correction b of the scores, ``score_correction_bias``, affects the choice but not the
+    weights. With ``num_groups`` above one, the experts form that many groups of equal size, and
+    only experts of the ``top_k_groups`` groups with the largest sum of their two largest s + b are
+    eligible.
 
     Shapes: logits ``(..., E)``; weights, the output, ``(..., k)``; their dtype is fp32 (fp64 for
     fp64 logits), as is that of all arithmetic. Extra outputs, in order:
 
-    - the experts' indices ``(..., k)``, int64, by falling score;
-    - the tokens of each expert ``(E,)``, int64;
-    - with ``aux_loss`` the load-balancing loss, 0-d: ``E Σ_e f_e P_e`` of the T tokens, where
-      ``f_e`` is the number of tokens of expert e over T and ``P_e`` the mean of its scores, for σ
-      divided by their sum over the experts. It is k where all experts get the same;
-    - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d;
-    - with ``balance_terms`` the ``f_e`` and the ``P_e``, (2, E), of which the first have no
-      gradient: :class:`opfuser.LoadBalancingLoss` makes one loss of those of several routers.
+    - the experts' indices ``(..., k)``, int64, by decreasing score; - the tokens of each expert
+    ``(E,)``, int64; - with ``aux_loss`` the load-balancing loss, 0-d: ``E Σ_e f_e P_e`` of the T
+    tokens, where ``f_e`` is the number of tokens of expert e over T and ``P_e`` the mean of its
+    scores, which for σ are divided by their sum over the experts. It is k if all experts get
+    equally many tokens; - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d; - with
+    ``balance_terms`` the ``f_e``, which have no gradient, and the ``P_e``, (2, E):
+    :class:`opfuser.LoadBalancingLoss` computes one loss from those of several routers.
 
     The losses have gradients and no coefficients: a training loss adds ``c * loss``. Without tokens
     they are 0.
 
-    Keyword of a call (through ``op_kwargs``): ``mask``, bool, ``(...)``: which tokens the losses
-    are those of, where others are padding. All tokens have experts.
+    Keyword of a call (through ``op_kwargs``): ``mask``, bool, ``(...)``: the tokens that the losses
+    cover; others are padding. All tokens have experts.
 
-    Saves the logits, the indices, the mask and the number of tokens that it counts, and for the
-    first loss or its terms ``f_e``. Nothing waits for the device. On a GPU forward is two launches,
-    backward one, and no sum is atomic. NaN is the largest score, as in ``torch.topk``; of equal
-    scores kernels take the first, while ``torch.topk``, which runs elsewhere, does not say which.
+    Saves the logits, the indices, the mask and its number of tokens, and ``f_e`` for the first loss
+    or its terms. Nothing waits for the device. On a GPU, forward is two launches, backward one, and
+    sums use no atomics. NaN is the largest score, as in ``torch.topk``; among equal scores, kernels
+    choose the first, while ``torch.topk``, which runs elsewhere, does not specify which.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; load-balancing loss: Fedus
     et al., "Switch Transformers", 2021, eq. 4-6, summed over the k choices as in Mixtral; z-loss:
@@ -78,19 +78,20 @@ class TopKRouter(BasicOperation):
         norm_topk_prob: whether a token's weights are divided by their sum.
         scaling_factor: γ.
         score_correction_bias: whether there is a buffer ``score_correction_bias`` (E,), of fp32,
-            zero at first. No gradient reaches it: who trains updates it from the tokens of each
+            zero at first. It gets no gradient: the training loop updates it from the tokens of each
             expert, by :meth:`update_score_correction_bias`.
         num_groups: groups of experts.
-        top_k_groups: groups that a token's experts may be of.
+        top_k_groups: number of groups that a token's experts may come from.
         aux_loss: whether to return the load-balancing loss.
         z_loss: whether to return the z-loss.
         balance_terms: whether to return the terms of the load-balancing loss.
         device: of the buffer; None is torch's default.
 
     Raises:
-        ArgumentError: an argument is outside of its domain, or k experts cannot be chosen.
+        ArgumentError: an argument is outside of its domain, or there are fewer than k experts to
+            choose from.
         InputError: in forward, if the logits are not fp16, bf16, fp32 or fp64, ``(..., E)``, or the
-            mask does not go with them.
+            mask does not match them.
         OpKwargsError: another keyword is passed to forward.
     """
 
@@ -169,7 +170,7 @@ class TopKRouter(BasicOperation):
         return settings
 
     def reset_parameters(self) -> None:
-        """Sets the correction of the scores, where there is one, to zero."""
+        """Sets the correction of the scores, if any, to zero."""
         if self.score_correction_bias is not None:
             torch.nn.init.zeros_(self.score_correction_bias)
 
@@ -182,18 +183,18 @@ class TopKRouter(BasicOperation):
     ) -> None:
         """Adds ``rate · sign(mean(tokens) - tokens)`` to the correction of the scores.
 
-        Experts with fewer tokens than others are chosen more often from then on: they are balanced
-        without a loss. Call it once per step of the optimiser, on every rank. Nothing waits for the
+        Experts with fewer tokens than average are then chosen more often: this balances them
+        without a loss. Call it once per optimizer step, on every rank. Nothing waits for the
         device.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
         2024, algorithm 1.
 
         Args:
-            tokens: of each expert in that step, (E,), summed over its micro-batches: what is
-                returned as an extra output.
-            rate: by which a correction moves.
-            process_group: ranks whose tokens are added up; None is all.
+            tokens: number of tokens of each expert in that step, (E,), summed over its
+                micro-batches; the operation returns it as an extra output.
+            rate: the change of a correction per call.
+            process_group: ranks whose tokens are summed; None means all.
 
         Raises:
             ArgumentError: there is no correction, or the rate is not finite.

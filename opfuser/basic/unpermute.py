@@ -15,25 +15,26 @@ from ..op import BasicOperation
 
 
 class Unpermute(BasicOperation):
-    """Adds the rows of each token: the inverse of :class:`Permute`.
+    """Sums the rows of each token: the inverse of :class:`Permute`.
 
-    ``y[t] = Σ_j w[t, j] rows[row_map[t, j]]``, added in fp32 or wider; without ``weighted``, w is
-    one. ``d rows[r] = w dy[t]`` and ``dw[t, j] = dy[t] · rows[row_map[t, j]]``.
+    ``y[t] = Σ_j w[t, j] rows[row_map[t, j]]``, summed in fp32 or wider; without ``weighted``, w is
+    1. ``d rows[r] = w dy[t]`` and ``dw[t, j] = dy[t] · rows[row_map[t, j]]``.
 
     Shapes: rows ``(R, D)``. Extra inputs: the row map ``(..., k)``, as :class:`Permute` returns it,
     and with ``weighted`` the weights ``(..., k)``, which are rounded to the rows' dtype. y
     ``(..., D)``.
 
-    Saves the row map, and with weights the rows. Weights that scale the rows before the second
-    linear operation of an expert (:class:`ScaledSwiGLU`) save those R x D elements: it is linear.
-    No sum is atomic: results are bitwise reproducible. Either pass is one launch on a GPU.
+    Saves the row map, and with weights the rows. To avoid saving these R x D elements, apply the
+    weights before the second linear operation of an expert (:class:`ScaledSwiGLU`); the result is
+    the same, because that operation is linear. Sums use no atomics, so results are bitwise
+    reproducible. Each pass is one launch on a GPU.
 
     Args:
-        weighted: whether it takes weights.
+        weighted: whether it reads weights.
 
     Raises:
-        InputError: in forward, if shapes do not go together or the map is not int32 or int64.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the shapes do not match or the map is not int32 or int64.
+        OpKwargsError: in forward, if keywords are passed.
     """
 
     kernels = ("Triton row map",)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:
         raise TargetError.explained(
-            "A command stands behind two dashes", remedy="Write opfuser bisect -- python my_test.py"
+            "The command goes after two dashes", remedy="Write opfuser bisect -- python my_test.py"
         )
     command = Command(words, args.match)
     names = list(dict.fromkeys([*candidates(), *args.fusion]))

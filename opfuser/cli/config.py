@@ -101,7 +101,7 @@ def run_check(args: argparse.Namespace) -> int:
             raise TargetError.explained(
                 "Inputs are those of a model",
                 received="--input without a model",
-                remedy="Name the model behind the file",
+                remedy="Name the model after the file",
             )
         return FINE
     names = [name for plan in plans(target).values() for name in plan.names]

@@ -86,7 +86,7 @@ def run_show(args: argparse.Namespace) -> int:
         ("replaces", _pattern(handle)),
         ("is in", [_named(handle.function)]),
         ("requires", [_required(handle.requires) or "nothing"]),
-        ("runs", [_neighbours(handle)]),
+        ("runs", [_neighbors(handle)]),
         (
             "settings",
             [
@@ -155,11 +155,11 @@ def _required(requires: Requires) -> str:
     if requires.package is not None:
         texts.append(f"package {requires.package}")
     if requires.recipe:
-        texts.append("a recipe of quantised compute")
+        texts.append("a recipe of quantized compute")
     return ", ".join(texts)
 
 
-def _neighbours(handle: FusionHandle) -> str:
+def _neighbors(handle: FusionHandle) -> str:
     names = [other.name for other in registry if other.stage == handle.stage]
     at = names.index(handle.name)
     text = f"{at + 1} of {len(names)} {handle.stage} fusions"

@@ -25,7 +25,7 @@ class LinearCompound(FusedOperation):
 
     @property
     def accumulate_into_main_grad(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
+        """The argument of this name. Setting it takes effect at the next forward."""
         return self._linear.accumulate_into_main_grad  # type: ignore[no-any-return]
 
     @accumulate_into_main_grad.setter
@@ -34,7 +34,7 @@ class LinearCompound(FusedOperation):
 
     @property
     def accumulate_into_grad(self) -> bool:
-        """As the argument. Setting it takes effect at the next forward."""
+        """The argument of this name. Setting it takes effect at the next forward."""
         return self._linear.accumulate_into_grad  # type: ignore[no-any-return]
 
     @accumulate_into_grad.setter
@@ -43,7 +43,7 @@ class LinearCompound(FusedOperation):
 
     @property
     def recipe(self) -> str | None:
-        """``"inherit"``, or None where recipes of quantised compute leave it out."""
+        """``"inherit"``, or None where recipes of quantized compute leave it out."""
         return self._linear.recipe  # type: ignore[no-any-return]
 
     @recipe.setter

@@ -24,14 +24,14 @@ from .base import LinearCompound
 class Linear(LinearCompound):
     r"""Linear transformation with bias, :math:`y = x W^T + b`: a drop-in for ``torch.nn.Linear``.
 
-    A compound: it stands for the basic operations in ``basic_ops`` and owns their parameters
-    ``weight`` and ``bias``. A parameter set on it or on one of these is set for both. The weight is
-    initialised as in ``torch.nn.Linear``, the bias to zero. Checkpoints of ``torch.nn.Linear`` and
-    of te.ops load.
+    A compound: it consists of the basic operations in ``basic_ops``, and owns their parameters
+    ``weight`` and ``bias``. Setting a parameter on it or on one of them sets it for both. The
+    weight is initialized as in ``torch.nn.Linear``, the bias to zero. Checkpoints of
+    ``torch.nn.Linear`` and of te.ops load.
 
-    Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``,
-    y ``(..., out_features)``. Dtypes and parallelism as in ``BasicLinear``. In mode ``"row"`` the
-    ranks' biases are added before the reduction: the bias of the layer is the sum of them.
+    Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``, y
+    ``(..., out_features)``. Dtypes and parallelism as in ``BasicLinear``. In mode ``"row"``, each
+    rank adds its bias before the reduction: the bias of the layer is their sum.
 
     Args:
         in_features: last dimension of x, over all ranks.
@@ -41,7 +41,8 @@ class Linear(LinearCompound):
         dtype: of the parameters; None is torch's default.
         tensor_parallel_mode: see ``BasicLinear``.
         tensor_parallel_group: None is all ranks.
-        sequence_parallel: shard along ``sequence_dim`` what is whole along the last dimension.
+        sequence_parallel: also shard along ``sequence_dim`` the side that is not sharded along the
+            last dimension.
         rng_state_tracker_function: see ``BasicLinear``.
         accumulate_into_main_grad: see ``BasicLinear``.
         accumulate_into_grad: see ``BasicLinear``; for the weight.
@@ -49,7 +50,8 @@ class Linear(LinearCompound):
         sequence_dim: see ``BasicLinear``.
 
     Raises:
-        ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
+        ArgumentError: arguments outside their domain; a bias set on a Linear that was constructed
+            without one.
         InputError: x has the wrong last dimension or dtype, as in ``BasicLinear``.
     """
 
@@ -145,15 +147,15 @@ class Linear(LinearCompound):
         return self._linear.weight_format
 
     def read_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """As of ``BasicLinear``."""
+        """See ``BasicLinear``."""
         return self._linear.read_weight(dtype)
 
     def write_weight(self, values: Tensor) -> None:
-        """As of ``BasicLinear``."""
+        """See ``BasicLinear``."""
         self._linear.write_weight(values)
 
     def initialize_weight(self, fill: Callable[[Tensor], Any]) -> None:
-        """As of ``BasicLinear``."""
+        """See ``BasicLinear``."""
         self._linear.initialize_weight(fill)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,7 +183,7 @@ class Linear(LinearCompound):
         return any(isinstance(part, Bias) for part in self.basic_ops)
 
     def reset_parameters(self) -> None:
-        """Initialises weight and bias again, e.g. after ``to_empty``."""
+        """Initializes weight and bias, for example after ``to_empty``."""
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()

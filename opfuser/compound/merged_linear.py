@@ -21,42 +21,42 @@ from .base import LinearCompound
 
 
 class MergedLinear(LinearCompound):
-    r"""Linear transformations of one input, concatenated: :math:`y = [x W_i^T + b_i]_i`.
+    r"""Linear transformations of the same input, concatenated: :math:`y = [x W_i^T + b_i]_i`.
 
-    As the projections of attention to queries, keys and values, or gate and up projection of a
-    gated feed-forward block: parameters have names of their own, those of a module that holds
-    ``torch.nn.Linear`` modules (``q_proj.weight``), and fusions take all of it for one ``Linear``.
+    Examples are the projections of attention to queries, keys and values, and the gate and up
+    projections of a feed-forward block. Parameters have the names of a module that holds
+    ``torch.nn.Linear`` modules (``q_proj.weight``), and fusions treat the whole as one ``Linear``.
 
     Shapes: x ``(..., in_features)``, W_i ``(out_features[i], in_features)``, b_i
     ``(out_features[i],)``, y ``(..., Σ out_features)`` in the order of the names. Dtypes as in
-    ``BasicLinear``; the weights are of one dtype. Weights start as in ``torch.nn.Linear``, biases
-    at zero.
+    ``BasicLinear``; all weights have the same dtype. Weights are initialized as in
+    ``torch.nn.Linear``, biases to zero.
 
-    Where the weights lie one behind another in one storage, as the constructor and
-    :meth:`merge_storages` place them, each pass is one GEMM; that is looked up at every call.
-    Elsewhere there is a GEMM for each weight, writing its columns of y, or adding to dx. Gradients
-    of all weights are one GEMM if all are needed, and autograd gets views of its result. With
-    ``accumulate_into_main_grad``, ``accumulate_into_grad``, or if some weights are frozen, it is
-    one GEMM for each that is not. Moves and casts keep merged storages merged; copies do not.
+    If the weights are adjacent in one storage, as the constructor and :meth:`merge_storages` place
+    them, each pass is one GEMM; every call checks this. Otherwise there is one GEMM per weight,
+    which writes its columns of y or adds to dx. One GEMM computes the gradients of all weights if
+    all are needed, and autograd gets views of its result. With ``accumulate_into_main_grad``,
+    ``accumulate_into_grad``, or some frozen weights, there is one GEMM for each weight that is not
+    frozen. Moves and casts keep merged storages merged; copies do not.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) the weights are quantised as the
-    one matrix [W_i] (Σ out_features, in_features), with a common scale or common blocks, in one
-    GEMM. Where they do not lie one behind another, they are copied together at every call. Within
-    :func:`opfuser.keep_quantized_weights` they are quantised at every call all the same, and
+    In a region of quantized compute (:class:`opfuser.autocast`), the weights are quantized as one
+    matrix [W_i] (Σ out_features, in_features), with a common scale or common blocks, for one GEMM.
+    If they are not adjacent, every call concatenates them. Even within
+    :func:`opfuser.keep_quantized_weights`, every call quantizes them, and
     :func:`opfuser.quantized_model_init` leaves them in high precision.
 
-    With ``tensor_parallel`` every rank has a slice of the rows of each weight, and so of each
-    projection's output, as in mode ``"column"`` of ``BasicLinear``: heads of queries and the key
-    and value heads that they read stay together.
+    With ``tensor_parallel``, every rank has a slice of the rows of each weight, and so of each
+    projection's output, as in mode ``"column"`` of ``BasicLinear``: query heads stay on the same
+    rank as the key and value heads that they read.
 
-    A projection may be replaced, by a LoRA layer of PEFT, say, or get hooks or a ``forward``: then
-    each module is called by itself, and their outputs are concatenated. The records of the plan
-    say why.
+    A projection may be replaced, for example by a LoRA layer of PEFT, or get hooks or its own
+    ``forward``. Then each module is called on its own, and the outputs are concatenated. The
+    records of the plan say why.
 
     Args:
         in_features: last dimension of x.
-        out_features: by name, the columns of y that each projection makes.
-        bias: whether projections have a bias; or the names of those that do.
+        out_features: for each projection, by name, its number of columns of y.
+        bias: whether the projections have a bias, or the names of those that do.
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
         accumulate_into_main_grad: see ``BasicLinear``, for each weight.
@@ -64,14 +64,17 @@ class MergedLinear(LinearCompound):
         tensor_parallel: distribute the outputs of each projection over the ranks of the group;
             ``out_features`` are those of all ranks.
         tensor_parallel_group: None is all ranks.
-        sequence_parallel: with it, x is a slice along ``sequence_dim``, and gathered.
+        sequence_parallel: with ``tensor_parallel``, x is a slice along ``sequence_dim``, which is
+            gathered.
         sequence_dim: see ``BasicLinear``.
 
     Raises:
-        ArgumentError: no projections, sizes that are negative or no multiple of the ranks, names
-            that modules cannot have, other dtypes; in a call, weights of different dtypes.
+        ArgumentError: no projections, sizes that are negative or not a multiple of the number of
+            ranks, names that modules cannot have, other dtypes; in a call, weights of different
+            dtypes.
         InputError: x has the wrong last dimension or dtype, as in ``BasicLinear``.
-        NotSupportedError: in a call, ``accumulate_into_main_grad`` where modules are called.
+        NotSupportedError: in a call, ``accumulate_into_main_grad`` if modules are called on their
+            own.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "basic_ops"})
@@ -138,16 +141,16 @@ class MergedLinear(LinearCompound):
         accumulate_into_main_grad: bool = False,
         accumulate_into_grad: bool = False,
     ) -> MergedLinear:
-        """One with the very parameters of existing modules, which stay where they are.
+        """A MergedLinear with the parameters of existing modules, which stay in their storage.
 
         Args:
-            modules: by name; of one ``in_features``.
-            accumulate_into_main_grad: as of the constructor.
+            modules: by name, all with the same ``in_features``.
+            accumulate_into_main_grad: as in the constructor.
             accumulate_into_grad: likewise.
 
         Raises:
-            ArgumentError: no modules, other modules than ``torch.nn.Linear``, modules with hooks or
-                parametrisations, different sizes of the input, different dtypes.
+            ArgumentError: no modules, modules other than ``torch.nn.Linear``, modules with hooks or
+                parametrizations, different input sizes or dtypes.
         """
         made = {name: Projection.of(module, cls.__name__) for name, module in modules.items()}
         kinds = {(p.in_features, p.weight.dtype, p.weight.device) for p in made.values()}
@@ -203,17 +206,17 @@ class MergedLinear(LinearCompound):
         return weights
 
     def projections(self) -> dict[str, nn.Module]:
-        """The modules by name, with what has taken the place of some."""
+        """The modules by name, including those that replaced a projection."""
         return {name: self.get_submodule(name) for name in self._linear.names}
 
     @torch.no_grad()
     def merge_storages(self) -> None:
-        """Moves the weights, and the biases, into one storage each, unless they are there.
+        """Moves the weights into one storage, and the biases into another, unless they already are.
 
-        Parameters stay the same objects, with their gradients. Takes the memory of a copy while it
-        runs. Files of safetensors hold them as separate tensors, those of ``torch.save`` hold the
-        storage once; ``pickle`` alone writes it for each of them. Tensors that shared memory with a
-        parameter, ``weight.data`` that was kept, say, do so no longer.
+        Parameters stay the same objects, with their gradients. Needs memory for a copy while it
+        runs. safetensors writes them as separate tensors, ``torch.save`` writes the storage once,
+        and ``pickle`` alone once for each. Tensors that shared memory with a parameter, such as an
+        old reference to ``weight.data``, no longer do.
 
         Raises:
             ArgumentError: the parameters differ in dtype or device, or a projection was replaced.
@@ -292,7 +295,7 @@ class MergedLinear(LinearCompound):
         return torch.cat([module(input) for module in self.projections().values()], -1)
 
     def reset_parameters(self) -> None:
-        """Initialises weights and biases again, e.g. after ``to_empty``."""
+        """Initializes weights and biases, for example after ``to_empty``."""
         for module in self.projections().values():
             module.reset_parameters()  # type: ignore[operator]
 

@@ -44,13 +44,13 @@ class TensorFacts(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """The dtypes in a call of an operation, as far as its output's depends on them.
+    """The dtypes in a call of an operation that its output's dtype may depend on.
 
     Attributes:
         input: of the main input.
         extra_inputs: of each extra input.
         parameters: of each parameter, in registration order.
-        autocast: of the autocast region that is active for the device, or None.
+        autocast: that of the autocast region active for the device, or None.
     """
 
     input: torch.dtype
@@ -65,7 +65,7 @@ class Dtypes(NamedTuple):
 
     @property
     def compute(self) -> torch.dtype:
-        """As :func:`compute_dtype`: that of autocast if active, else the input's."""
+        """The autocast dtype if active, otherwise the input's, as :func:`compute_dtype`."""
         return self.autocast or self.input
 
 
@@ -112,7 +112,7 @@ class _NotKept(tuple[Any, ...]):
 
 
 class OperationContext:
-    """State that the forward of one basic operation hands to its backward.
+    """State that the forward of one basic operation passes to its backward.
 
     Tensors go through :meth:`save_for_backward`; small Python values may be set as attributes.
 
@@ -124,13 +124,13 @@ class OperationContext:
             order; empty unless the operation sets ``backward_reads_parameters = True``.
         settings: the operation's ``settings`` as they were when its forward began, in both passes;
             None for an operation that has none.
-        grad_input_quantizer: in backward, what makes of the gradient of the input what is wanted;
-            None: a tensor is.
+        grad_input_quantizer: in backward, the quantizer of the gradient of the input; None if a
+            plain tensor is expected.
         may_overwrite: whether an operation with ``in_place`` may overwrite its first extra input:
-            it is the caller's, nothing is recorded for backward, and no other tensor of the call
+            the caller passed it, nothing is recorded for backward, and no other tensor of the call
             shares its memory.
-        traced: whether torch.compile or torch.export traces the call: what it does depends on
-            nothing that another call has cached, and it caches nothing.
+        traced: whether torch.compile or torch.export traces the call, which then neither reads nor
+            fills any cache.
     """
 
     requires_grad: bool = True
@@ -156,11 +156,11 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Saves tensors of any shapes and dtypes for backward, at most once per operation.
 
-        A fused operation that saves less than an operation whose forward it has called sets
-        ``to_save`` to the tuple of what remains.
+        A fused operation that calls an operation's forward and saves less sets ``to_save`` to the
+        tuple of the remaining tensors.
 
         Raises:
-            SavedTensorsError: the operation has saved already.
+            SavedTensorsError: the operation has already saved tensors.
         """
         if self.to_save is not None:
             raise SavedTensorsError.explained(
@@ -222,7 +222,7 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
 
     Args:
         input_: the operation's input, of any shape.
-        op: the operation, for the error text.
+        op: the operation, for the error message.
 
     Raises:
         InputError: the input is neither fp16, bf16, fp32 nor fp64.
@@ -234,11 +234,11 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
 
 
 def in_compute_dtype(x: Tensor, op: object = None) -> Tensor:
-    """``x`` in its :func:`compute_dtype`; itself where that is its own.
+    """``x`` in its :func:`compute_dtype`; ``x`` itself if it already has it.
 
     Args:
         x: the operation's input.
-        op: the operation, for the error text.
+        op: the operation, for the error message.
 
     Raises:
         InputError: as :func:`compute_dtype`.

@@ -81,7 +81,7 @@ class Requires:
         device: device type the fusion is for, such as ``"cuda"``; None for any.
         min_capability: lowest compute capability as major * 10 + minor, such as 90.
         package: a package that must be importable.
-        recipe: whether a recipe of quantised compute must be active.
+        recipe: whether a recipe of quantized compute must be active.
     """
 
     device: str | None = None
@@ -90,7 +90,7 @@ class Requires:
     recipe: bool = False
 
     def missing(self, env: Env) -> Refusal | None:
-        """What machine and call lack, or None."""
+        """What the machine and the call lack, or None."""
         if self.device is not None and env.device.type != self.device:
             return Refusal("DEVICE", f"needs {self.device}, have {env.device.type}")
         if self.min_capability is not None and env.device.type == "cuda":
@@ -102,7 +102,7 @@ class Requires:
         if self.package is not None and not installed(self.package):
             return Refusal("MISSING_PACKAGE", f"needs the package {self.package}")
         if self.recipe and env.recipe is None:
-            return Refusal("NO_RECIPE", "no recipe of quantised compute is active")
+            return Refusal("NO_RECIPE", "no recipe of quantized compute is active")
         return None
 
 
@@ -118,7 +118,7 @@ class Env:
         autocast_dtype: dtype of the active autocast region, or None.
         grad_enabled: whether grad mode is on.
         needs_backward: for each basic operation, whether its backward will run.
-        recipe: of quantised compute, or None.
+        recipe: of quantized compute, or None.
     """
 
     device: torch.device
@@ -130,7 +130,7 @@ class Env:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that operations compute in: that of autocast, else the input's."""
+        """The dtype that operations compute in: the autocast dtype, otherwise the input's."""
         return self.autocast_dtype or self.dtype
 
 
@@ -148,7 +148,7 @@ class Optional:
 class Repeated:
     """A pattern element that matches consecutive operations, as many as possible.
 
-    ``refuses`` and ``build`` receive them as a tuple, which may be empty where ``at_least`` is 0.
+    ``refuses`` and ``build`` receive them as a tuple, which may be empty if ``at_least`` is 0.
 
     Args:
         name: what the operations have in common, for the reader of records.
@@ -346,7 +346,7 @@ def longest(near_misses: Iterable[NearMiss]) -> NearMiss | None:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A fusion as data: the pattern that it replaces, when it declines, and what it builds.
+    """A fusion as data: the pattern that it replaces, when it refuses, and what it builds.
 
     Args:
         name: unique name, used in records, configuration and logs.
@@ -357,17 +357,17 @@ class Fusion:
         build: called with the matched operations, one argument per pattern element (None for an
             absent optional one, a tuple for a repeated one), and with ``env=`` if it accepts that
             keyword; returns the FusedOperation.
-        refuses: called like ``build`` with ``env=``, and with ``behind=``, the operations that
+        refuses: called like ``build``, with ``env=``, and with ``behind=``, the operations that
             follow the match, if it accepts that keyword; returns a :class:`Refusal`, or None.
         requires: requirements on the machine.
         enabled: whether the fusion is on when registered.
 
     Raises:
-        FusionError: the stage is none of these; the pattern holds something else, or nothing that
-            has to be there; in planning, if ``refuses`` returns neither None nor a Refusal with a
-            known code.
+        FusionError: the stage is none of these; the pattern holds something else, or only optional
+            elements; in planning, if ``refuses`` returns neither None nor a Refusal with a known
+            code.
 
-    A ``Fusion`` is itself a fusion function, so that it can be registered beside hand-written ones.
+    A ``Fusion`` is itself a fusion function, so it can be registered next to hand-written ones.
     """
 
     name: str
@@ -410,7 +410,7 @@ class Fusion:
         """Replaces matches greedily from the left.
 
         Args:
-            veto: the engine's own objection to a match, if any; asked before ``refuses``.
+            veto: the engine's own objection to a match, if any; called before ``refuses``.
         """
         out: list[FusibleOperation] = []
         matches: list[Match] = []
@@ -440,7 +440,7 @@ class Fusion:
         return Scan(out, matches, refusals, near)
 
     def places(self, ops: Sequence[FusibleOperation], env: Env) -> list[Match]:
-        """Every match in ``ops``, as if each was declined: nothing is built."""
+        """Every match in ``ops``, as if each were refused: nothing is built."""
         found: list[Match] = []
 
         def note(match: Match) -> Refusal:
@@ -451,7 +451,7 @@ class Fusion:
         return found
 
     def refusal(self, found: Match, ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
-        """What ``refuses`` says to a match in ``ops``."""
+        """The result of ``refuses`` for a match in ``ops``."""
         if self.refuses is None:
             return None
         more = {"behind": ops[found.stop :]} if self.looks_behind else {}

@@ -32,7 +32,7 @@ class TracedParameter(NamedTuple):
     Attributes:
         module: the number of its module.
         name: in that module.
-        computed: whether reading it computes it, as a parametrisation does.
+        computed: whether reading it computes it, as a parametrization does.
     """
 
     module: int

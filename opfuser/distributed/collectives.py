@@ -197,7 +197,7 @@ def check_sequence_dim(dim: int, where: str, name: str = "sequence_dim") -> None
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks in ``group`` (None: all); 1 where torch.distributed is not initialised."""
+    """Number of ranks in ``group`` (None: all); 1 where torch.distributed is not initialized."""
     if group is None:
         assume(_number_of_ranks)
         return _number_of_ranks()
@@ -205,8 +205,8 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 def _number_of_ranks() -> int:
-    initialised = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if initialised else 1
+    initialized = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if initialized else 1
 
 
 def refuse_reference(group: dist.ProcessGroup | None, where: str) -> None:
@@ -257,7 +257,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> 
     """This rank's slice, along a dimension, of the sum of ``x`` over the ranks.
 
     Raises:
-        InputError: the size along the dimension is no multiple of the group size.
+        InputError: the size along the dimension is not a multiple of the group size.
     """
     ranks = group_size(group)
     if x.dim() <= dim or x.shape[dim] % ranks:

@@ -68,7 +68,7 @@ def refuse_tracing(where: str) -> None:
             "The host reads how many rows ranks exchange, which no graph holds",
             where=where,
             received="a call under torch.compile",
-            remedy="Compile what lies before and behind the experts",
+            remedy="Compile the parts before and after the experts",
         )
 
 

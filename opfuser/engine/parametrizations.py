@@ -1,4 +1,4 @@
-"""Parametrised parameters, whose value is computed at every read.
+"""Parametrized parameters, whose value is computed at every read.
 
 Within a call, the engine and the operations must read the same value, or its gradient is lost.
 ``torch.nn.utils.parametrize.cached`` ensures that for all threads and modules at once: values
@@ -41,8 +41,8 @@ def one_value_each() -> Iterator[None]:
 
 
 def read_through(module: nn.Module, name: str) -> None:
-    """Makes :func:`one_value_each` apply to a parametrised parameter."""
-    cls = type(module)  # torch derives one per parametrised module, which has the property
+    """Makes :func:`one_value_each` apply to a parametrized parameter."""
+    cls = type(module)  # torch derives one per parametrized module, which has the property
     computes = vars(cls)[name]
     if computes.fget.__module__ == __name__:
         return
@@ -60,7 +60,7 @@ def read_through(module: nn.Module, name: str) -> None:
 
 
 def fake_value(module: nn.Module, name: str) -> Tensor:
-    """The value of a parametrised parameter, computed by a copy of the parametrisation.
+    """The value of a parametrized parameter, computed by a copy of the parametrization.
 
     The state of the original and of torch's random generators does not change.
     """
@@ -71,7 +71,7 @@ def fake_value(module: nn.Module, name: str) -> Tensor:
 
 
 def refuse_impure(module: nn.Module, name: str) -> None:
-    """Raises NotSupportedError for a parametrisation with random numbers or state of its own.
+    """Raises NotSupportedError for a parametrization with random numbers or state of its own.
 
     Traced code evaluates it once for the engine and once for the operation; both must agree.
     """
@@ -81,10 +81,10 @@ def refuse_impure(module: nn.Module, name: str) -> None:
         once, again = rehearsal(), rehearsal()
     if written != [b._version for b in rehearsal.buffers()] or not torch.equal(once, again):
         raise NotSupportedError.explained(
-            "A parametrisation that is compiled gives the same value whenever it is evaluated",
+            "A parametrization that is compiled gives the same value whenever it is evaluated",
             where=f"{name} of {type(module).__name__}",
             received="one that draws random numbers, or writes to a buffer",
-            remedy="Leave the sequence out of torch.compile, or remove the parametrisation",
+            remedy="Leave the sequence out of torch.compile, or remove the parametrization",
         )
 
 

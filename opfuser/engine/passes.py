@@ -147,7 +147,7 @@ def _located(error: Exception, step: Step | None, program: Program, stage: Stage
         other: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
     else:
         kind = CacheFullError if isinstance(error, CacheFullError) else InputError
-        other = kind(f"{error} It came to {name} of the sequence.")
+        other = kind(f"{error} It was raised in {name} of the sequence.")
     _note(other, step, program, stage)
     return other
 

@@ -55,7 +55,8 @@ class _Compared:
 class Step(_Compared):
     """One operation of a pass and the basic operations that it covers, by index.
 
-    A plain module inside a Sequential is a step that covers none. Steps compare the type of ``op``.
+    A plain module inside a Sequential is a step that covers none. Steps are compared by the type of
+    ``op``.
 
     Attributes:
         op: a basic operation, a fused one or a plain module.
@@ -71,7 +72,7 @@ class Step(_Compared):
 
     @property
     def name(self) -> str:
-        """The fusion, or the class of what no fusion built."""
+        """The name of the fusion, or the class of an operation that no fusion built."""
         return self.fusion or type(self.op).__name__
 
     @property
@@ -93,8 +94,8 @@ class FusionRecord:
         status: ``"matched"``, ``"refused"``, ``"unmatched"``, ``"skipped"`` or ``"disabled"``.
         matches: the basic operations of each match, by index.
         refusals: the index where the pattern (or most of it) was found, and why it was not fused.
-        near_misses: where a beginning of the pattern was found but not the whole, in order; of
-            those that end at one operation the longest.
+        near_misses: where only the beginning of the pattern was found, in order; the longest of
+            those that end at the same operation.
         detail: why the fusion was skipped, or what disabled it.
         elapsed: duration of the attempt in seconds; not compared.
     """
@@ -110,12 +111,12 @@ class FusionRecord:
 
     @property
     def near_miss(self) -> NearMiss | None:
-        """The longest near miss, the first of equals; None if there is none."""
+        """The longest near miss, the first among equals; None without any."""
         return longest(self.near_misses)
 
     @property
     def reasons(self) -> dict[Refusal, list[int]]:
-        """The places of each reason for which the fusion was refused."""
+        """For each reason, the places where the fusion was refused."""
         return together((why, at) for at, why in self.refusals)
 
     def summary(self) -> str:
@@ -196,18 +197,19 @@ class Plan(_Compared):
         needs: for each basic operation the gradients that will be read, or None if its backward
             does not run.
         history: one record per registered fusion, in the order in which they were tried.
-        env: what the fusions could read of the call.
+        env: what fusions can read about the call.
         quantized: operations that compute as the recipe says, by index.
-        high_precision: operations that could, and why they do not.
-        edges: tensors that go from operation to operation as codes.
+        high_precision: operations that could do so, and why they do not.
+        edges: tensors that operations exchange as codes.
         notes: what operations say about themselves, by index.
-        gemms: who computes the quantised products, where the recipe names other than torch.
+        gemms: which library computes the quantized products, if the recipe names one other than
+            torch.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
         recordings: likewise; not compared.
-        numbers: of the plans of groups that it joins, as events, log and dumps show them: counted
-            in this process; not compared.
+        numbers: of the plans of the groups that it joins, as shown in events, the log and dumps,
+            counted in this process; not compared.
         wiring: of the program; None where several plans are joined. Not compared.
         groups: the plans that it joins, in order; not compared.
     """
@@ -250,7 +252,7 @@ class Plan(_Compared):
         raise KeyError(name)
 
     def fused(self, stage: str) -> dict[str, int]:
-        """Number of steps per fusion in ``"forward"`` or ``"backward"`` (joint ones in both)."""
+        """Steps per fusion in ``"forward"`` or ``"backward"``; joint fusions count in both."""
         counts: dict[str, int] = {}
         for step in self.forward if stage == "forward" else self.backward:
             if step.fusion is not None:
@@ -258,16 +260,16 @@ class Plan(_Compared):
         return counts
 
     def why(self, name: str, at: int | None = None) -> str:
-        """What became of a fusion, as text: matched, refused with the reason, or how far it got.
+        """The outcome of a fusion, as text: matched, refused with the reason, or how far it got.
 
-        The code and the sentence of every refusal; of each near miss how many operations fitted,
-        and what stopped it; what skipped or disabled the fusion; its pattern, if it is still
-        registered.
+        It has the code and sentence of every refusal; for each near miss, how many operations
+        matched and what stopped it; what skipped or disabled the fusion; and its pattern, if it is
+        still registered.
 
         Args:
             name: of the fusion.
-            at: a basic operation, by index, to tell of that place alone; None: of all places, equal
-                ones together.
+            at: the index of a basic operation, to report only that place; None reports all places,
+                equal ones together.
 
         Raises:
             UnknownFusionError: the plan has no record of it; a ``KeyError`` too.
@@ -279,17 +281,17 @@ class Plan(_Compared):
     def program(self) -> str:
         """The Python code that a call executes: a function for each pass.
 
-        Of several groups of operations, their programs one after another. A call in a profile or
-        under torch.compile executes the same with a few lines more.
+        With several groups of operations, their programs one after another. A call under a profiler
+        or torch.compile executes the same with a few more lines.
         """
         return str(shown(self, "program"))
 
     @property
     def recorded(self) -> str:
-        """The Python code that was recorded of calls: what runs where calls are equal.
+        """The Python code that was recorded from calls, and that runs for equal calls.
 
-        Of ``last_plan``, after a few equal calls; else empty. Where calls were not recorded, a
-        comment says why.
+        Available from ``last_plan`` after a few equal calls, otherwise empty. If calls were not
+        recorded, a comment says why.
         """
         parts = [text for recording in self.recordings for text in recording.texts]
         parts += [
@@ -365,7 +367,7 @@ def needs_of(step: Step, needs: Needs) -> Needs:
 def quantizers_between(
     steps: Sequence[Step], stage: Stage, env: Env, needs: Needs
 ) -> Iterator[tuple[Step, Step, Quantizer]]:
-    """The neighbours in a pass of which one hands a tensor to the other as codes, and how."""
+    """The neighbors in a pass of which one hands a tensor to the other as codes, and how."""
     for before, behind in pairwise(steps):
         quantizer = _quantizer_between(before, behind, stage, env, needs)
         if quantizer is not None:

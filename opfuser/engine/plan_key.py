@@ -21,7 +21,7 @@ class CallFacts(NamedTuple):
         parameter_dtypes, parameter_shapes: of all parameters, in order.
         parameters_require_grad: likewise; None without grad mode.
         extra_inputs: dtype of each, and whether it requires grad.
-        recipe: of quantised compute, or None.
+        recipe: of quantized compute, or None.
     """
 
     grad_enabled: bool

@@ -114,7 +114,7 @@ def _fused(
 def _precision(
     ops: Sequence[BasicOperation], forward: Sequence[Step], env: Env
 ) -> tuple[tuple[int, ...], tuple[tuple[int, Refusal], ...]]:
-    """The operations that a plan computes quantised, and those that it could but does not."""
+    """The operations that a plan computes quantized, and those that it could but does not."""
     if env.recipe is None:
         return (), ()
     quantized: list[int] = []
@@ -255,7 +255,7 @@ class _Maker:
                 continue
             answer = handle.call(inside, self.env)
             if not isinstance(answer, Iterable):
-                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
+                self._broken([], handle, f"returned {type(answer).__name__}, which is not a list")
             new += answer
         return new, tuple(refusals)
 
@@ -304,7 +304,7 @@ class _Maker:
             self._take_back(
                 start,
                 op,
-                f"{names[0]} has an extra output, and {names[1]} behind it may return no gradient: "
+                f"{names[0]} has an extra output, and {names[1]} after it may return no gradient: "
                 "zeros have the shape of an output hidden here",
             )
             out += parts
@@ -331,7 +331,9 @@ class _Maker:
         at = 0
         for op in ops:
             if not isinstance(op, FusibleOperation):
-                self._broken(ops, handle, f"returned {type(op).__name__}, which is no operation")
+                self._broken(
+                    ops, handle, f"returned {type(op).__name__}, which is not an operation"
+                )
             starts.append(at)
             for basic in expand(op):
                 if at >= len(self.basic_ops) or basic is not self.basic_ops[at]:

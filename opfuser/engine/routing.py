@@ -120,12 +120,12 @@ class Routes(NamedTuple):
 
 
 class PrivateChannel(str):
-    """The name of a channel that only the operations of one Sequential see.
+    """The name of a channel that is visible only to the operations of one Sequential.
 
-    ``set_extra_output_channel`` and ``set_extra_input_channel`` take it in place of a string. It
-    connects operations that the same Sequential directly holds, not those of Sequentials inside or
-    around it, nor those of another place where it occurs: such a sequence can be copied, nested and
-    used twice, as :func:`opfuser.Residual` can.
+    ``set_extra_output_channel`` and ``set_extra_input_channel`` accept it instead of a string. It
+    connects operations that the same Sequential holds directly, not those of nested or enclosing
+    Sequentials, nor those of another occurrence. So such a sequence can be copied, nested and used
+    twice, like :func:`opfuser.Residual`.
     """
 
     __slots__ = ()
@@ -373,7 +373,7 @@ def wrong_count(asked_by: Sequence[str], received: int) -> ExtraInputCountError:
     """The error about a wrong number of extra inputs, given what asks for each."""
     text = explain(
         f"Expected {counted(len(asked_by), 'extra input')} but got {received}",
-        where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
+        where=f"read by {', '.join(asked_by)}" if asked_by else "no operation reads any",
         remedy="Pass one tensor per extra input after the main input, in operation order",
     )
     return ExtraInputCountError(text)

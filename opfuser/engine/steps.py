@@ -187,7 +187,7 @@ def zeros(like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
 
 
 def zero_or_none(ctx: OperationContext, given: Iterable[Sequence[Tensor | None]]) -> Tensor | None:
-    """The gradient of an output that no operation behind it has returned one for.
+    """The gradient of an output that no operation after it has returned one for.
 
     Args:
         ctx: of the operation whose output it is.

@@ -14,7 +14,7 @@ class Event:
     """Base of all events; subscribing to it subscribes to every kind.
 
     Attributes:
-        wanted: whether anybody is told of this kind.
+        wanted: whether this kind has subscribers.
     """
 
     wanted: ClassVar[bool] = False
@@ -25,12 +25,12 @@ class PlanCreated(Event):
     """A plan was made for a group of operations; events of its matches and refusals follow.
 
     Attributes:
-        plan: its number, counted in this process; the same one that log and dumps show.
+        plan: its number, counted in this process; the log and dumps show the same.
         operations: types of the basic operations, in forward order.
         dtype, device: of the input.
         autocast_dtype: dtype of the active autocast region, or None.
         grad_enabled: whether grad mode is on.
-        recipe: type of the recipe of quantised compute; empty without one.
+        recipe: type of the recipe of quantized compute; empty without one.
         forward_steps, backward_steps: how many steps each pass has.
     """
 
@@ -70,12 +70,12 @@ class Change(NamedTuple):
 class PlanInvalidated(Event):
     """The plan of the last call does not fit this one, and a new plan is made.
 
-    ``Sequential.plan`` counts as a call. Going back to a plan that is still cached is no event.
+    ``Sequential.plan`` counts as a call. Returning to a plan that is still cached is not an event.
 
     Attributes:
-        plan: number of the plan that no longer holds.
+        plan: number of the plan that no longer applies.
         operations: types of its basic operations.
-        changes: what differs, from the input to the operations to the fusions.
+        changes: what differs, in the order input, operations, fusions.
     """
 
     plan: int
@@ -114,7 +114,7 @@ class FusionRefused(Event):
         plan: number of the plan.
         fusion, stage: of the fusion.
         index: the first basic operation of the place.
-        code, detail: the reason, as of :class:`opfuser.Refusal`.
+        code, detail: the reason, as in :class:`opfuser.Refusal`.
     """
 
     plan: int
@@ -131,17 +131,17 @@ class FusionRefused(Event):
 
 @dataclass(frozen=True)
 class FallbackTaken(Event):
-    """Something else ran, or will run, than what was asked for or would be faster.
+    """Something other than the requested or the fastest implementation ran or will run.
 
-    Told of a plan when it is made; of replay and of attention when a call differs from the one
-    before, and once more to whoever subscribes later.
+    Sent for a plan when it is made; for replay and attention when a call differs from the one
+    before, and once more to later subscribers.
 
     Attributes:
         what: the computation, such as ``"fprop of op 3"`` or ``"replay"``.
-        instead_of: what was asked for, or would be faster.
+        instead_of: what was requested, or would be faster.
         taken: what runs.
-        code, detail: the reason, as of :class:`opfuser.Refusal`.
-        plan: number of the plan; 0 where it is unknown.
+        code, detail: the reason, as in :class:`opfuser.Refusal`.
+        plan: number of the plan; 0 if unknown.
     """
 
     what: str
@@ -161,14 +161,14 @@ class FallbackTaken(Event):
 class AttentionKernelTaken(Event):
     """The kernel of a call of :class:`opfuser.DotProductAttention` in eager mode.
 
-    Told when a call differs from the operation's last one in what the choice depends on, and once
-    more to whoever subscribes later.
+    Sent when a call differs from the operation's last one in something that the choice depends on,
+    and once more to later subscribers.
 
     Attributes:
         operation: the operation with its arguments.
         kernel: its name.
-        passed_over: every kernel before it in order of preference, and why it was not taken.
-        note: what is wrong with this process, if something keeps a faster kernel away.
+        passed_over: every kernel before it in order of preference, and why it was not chosen.
+        note: a problem of this process, if one keeps a faster kernel from running.
     """
 
     operation: str
@@ -190,10 +190,10 @@ class KernelCompiled(Event):
     Attributes:
         kernel: ``"family:function"``, below ``opfuser.kernels.device``.
         launch: the same with its constants, warps and stages.
-        arguments: the kind of each: ``"bfloat16*"`` is a pointer, ``"None"`` none, ``"1"`` and
-            ``"16n"`` are integers that Triton treats as such.
+        arguments: the kind of each: ``"bfloat16*"`` is a pointer, ``"None"`` is None, ``"1"`` and
+            ``"16n"`` are integers that Triton specializes on.
         device: of the tensors.
-        seconds: what the host took: for compiling, or for loading what Triton has on disk.
+        seconds: host time for compiling, or for loading from Triton's cache on disk.
     """
 
     kernel: str
@@ -214,10 +214,10 @@ class BytesSaved(Event):
 
     Attributes:
         plan: number of the plan that the call follows.
-        bytes: of all storages, each counted once, without those of parameters and sparse tensors.
-            One of which only a part is saved counts as a whole, for it stays allocated.
-        tensors: how many these are.
-        checkpointed: whether a checkpoint drops them, to compute them again in backward.
+        bytes: of all storages, each counted once, without those of parameters and sparse tensors. A
+            storage of which only a part is saved counts as a whole, because it stays allocated.
+        tensors: number of saved tensors.
+        checkpointed: whether activation checkpointing drops them, and recomputes them in backward.
     """
 
     plan: int
@@ -233,12 +233,12 @@ class BytesSaved(Event):
 
 @dataclass(frozen=True)
 class ScalesUpdated(Event):
-    """Scales that operations keep from call to call have new values.
+    """Scales that operations keep between calls have new values.
 
-    The values are on the device, and not told: reading them would wait for it.
+    The event does not contain the values: reading them would wait for the device.
 
     Attributes:
-        operations: how many have new scales.
+        operations: number of operations with new scales.
         roles: whose scales: of ``"input"``, ``"weight"``, ``"grad_output"``.
         reason: ``"region"``, from the largest values of earlier calls, as a region opens;
             ``"first value"``, from the values themselves; or ``"state dict"``, from its history.

@@ -37,7 +37,7 @@ _telling = _Telling()
 class Subscription:
     """A callback that receives events until :meth:`remove`, or until its ``with`` block ends.
 
-    Made by :func:`subscribe`.
+    Returned by :func:`subscribe`.
 
     Args:
         callback: as there.
@@ -115,20 +115,20 @@ def subscribe(
 ) -> Subscription:
     """Calls ``callback`` with every event from now on, wherever in the process it happens.
 
-    It is called where the event happens: on the thread of the call, or on that of autograd for a
-    backward pass, amidst planning or a pass. It should be short, and must not wait for the device.
-    What it raises is logged, once, and goes no further. Events that it causes itself, such as by
-    calling a model, are not told to it.
+    It is called where the event happens: on the thread of the call, or on autograd's thread for a
+    backward pass, in the middle of planning or of a pass. It should be fast, and must not wait for
+    the device. An error in it is logged once and not raised. It does not receive events that it
+    causes itself, such as by calling a model.
 
     Args:
-        callback: takes an event; what it returns is ignored.
-        only: the kinds that it is told of. All are not more than these cost.
+        callback: takes an event; its result is ignored.
+        only: the kinds that it receives, by default all. Other kinds cost nothing.
 
     Returns:
         A handle with ``remove()``; as a context manager it ends the subscription with the block.
 
     Raises:
-        ArgumentError: ``callback`` cannot be called, or ``only`` holds something else than kinds
+        ArgumentError: ``callback`` cannot be called, or ``only`` holds something other than kinds
             of events.
     """
     if not callable(callback):
@@ -145,10 +145,10 @@ def subscribe(
 class EventLog(Sequence[Event]):
     """The events of a block, in order; at most the last ``limit`` of them.
 
-    Made by :func:`record_events`.
+    Returned by :func:`record_events`.
 
     Args:
-        limit: how many are kept at most.
+        limit: the number of events to keep.
     """
 
     def __init__(self, limit: int) -> None:
@@ -163,7 +163,7 @@ class EventLog(Sequence[Event]):
 
     @property
     def dropped(self) -> int:
-        """How many events are not kept, since more than ``limit`` came after them."""
+        """Number of events that were dropped because of ``limit``."""
         with self._lock:
             return self._count - len(self._events)
 
@@ -205,14 +205,14 @@ def record_events(
     """Collects events within a block, from all threads.
 
     Args:
-        limit: how many are kept at most: the last ones.
+        limit: the number of events to keep, the last ones.
         only: the kinds that are collected.
 
     Yields:
-        The log: a sequence of events, also once the block has ended.
+        The log: a sequence of events, which remains after the block.
 
     Raises:
-        ArgumentError: ``limit`` is not positive, or ``only`` holds something else than kinds of
+        ArgumentError: ``limit`` is not positive, or ``only`` holds something other than kinds of
             events.
     """
     kinds = _checked(only, "opfuser.record_events")

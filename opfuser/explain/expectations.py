@@ -29,9 +29,9 @@ class Answer(NamedTuple):
     """The answer of :func:`can_fuse`: true if the fusion occurs, else false with the reason.
 
     Attributes:
-        fused: whether it does.
-        code: why not, one of the codes of :class:`opfuser.Refusal`; empty if it does.
-        detail: the same as a sentence.
+        fused: whether the fusion occurs.
+        code: why it does not, one of the codes of :class:`opfuser.Refusal`; else empty.
+        detail: the reason as a sentence.
     """
 
     fused: bool
@@ -46,17 +46,17 @@ class Answer(NamedTuple):
 
 
 def can_fuse(ops: nn.Module | Sequence[nn.Module], name: str, *example: Tensor) -> Answer:
-    """Whether a fusion occurs among operations in a call with tensors like these, and if not, why.
+    """Whether a fusion occurs among operations, in a call with such tensors, and if not, why.
 
-    ``can_fuse([norm, linear], "norm_linear", x)``. The answer is that of the plan of the call: all
-    fusions that are on take part, in their order, and so do grad mode, autocast and the region of a
-    recipe. Nothing is computed, and the operations are left as they are.
+    ``can_fuse([norm, linear], "norm_linear", x)``. The answer comes from the plan of such a call:
+    all fusions that are on apply in their order, and grad mode, autocast and the recipe of the
+    region count. Nothing is computed, and the operations do not change.
 
     Args:
         ops: a Sequential, or operations, compounds and modules in forward order.
         name: of the fusion.
-        *example: input and extra inputs, of any shape. Dtype, device and ``requires_grad`` are
-            read; tensors of the meta device do.
+        *example: input and extra inputs, of any shape. Only dtype, device and ``requires_grad`` are
+            read; tensors on the meta device suffice.
 
     Raises:
         UnknownFusionError: no fusion of that name is registered.
@@ -68,7 +68,7 @@ def can_fuse(ops: nn.Module | Sequence[nn.Module], name: str, *example: Tensor) 
             "can_fuse answers for a call",
             where=f"fusion {name!r}",
             received="no input",
-            remedy="Pass a tensor as of the call; one of the meta device does",
+            remedy="Pass a tensor like that of the call; one on the meta device suffices",
         )
     if not isinstance(ops, Sequential):
         ops = Sequential(*_copies([ops] if isinstance(ops, nn.Module) else ops))
@@ -95,9 +95,9 @@ def require_fusions(
 ) -> None:
     """Requires that fusions occurred in the last calls of a model, at run time.
 
-    ``require_fusions(model, joint={"norm_linear": 2 * layers})``, once after the first step of a
-    training: a program that became slow then stops and says why. More steps than required are fine.
-    Nothing is computed.
+    ``require_fusions(model, joint={"norm_linear": 2 * layers})``, once after the first training
+    step: a program whose fusions were lost then stops and says why, instead of running slowly. More
+    steps than required are fine. Nothing is computed.
 
     Args:
         model: a Sequential, or a module that holds some; it has been called.
@@ -105,10 +105,10 @@ def require_fusions(
             together.
 
     Raises:
-        MissingFusionError: a fusion occurs less often; names all that do, where they are missing
-            and why.
-        UnknownFusionError: no fusion of that name is registered, and no plan knows it.
-        ArgumentError: the model holds no Sequential, or none was called; or nothing is required.
+        MissingFusionError: a fusion occurs less often than required; the message names all of them,
+            where they are missing and why.
+        UnknownFusionError: no fusion of that name is registered or in any plan.
+        ArgumentError: the model holds no Sequential, none was called, or nothing is required.
     """
     named = {**(forward or {}), **(backward or {}), **(joint or {})}
     if not any(count > 0 for count in named.values()):

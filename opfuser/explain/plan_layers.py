@@ -156,7 +156,7 @@ def _text(name: _Parts) -> str:
 
 
 def _runs(ops: Sequence[_Op]) -> Iterator[str]:
-    """Operations with their names; neighbours share one: ``mlp.0-2 A + B + C``."""
+    """Operations with their names; neighbors share one: ``mlp.0-2 A + B + C``."""
     runs: list[list[_Op]] = []
     for op in ops:
         if runs and _follows(runs[-1][-1].name, op.name):

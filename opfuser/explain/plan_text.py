@@ -89,7 +89,7 @@ def _pass_lines(view: PlanView, stage: Stage) -> list[str]:
     return lines
 
 
-# Quantised compute.
+# Quantized compute.
 
 
 def _precision_lines(plan: Plan) -> list[str]:
@@ -103,7 +103,7 @@ def _precision_lines(plan: Plan) -> list[str]:
     for choice, at in together((c._replace(op=0), c.op) for c in plan.gemms).items():
         texts.append(str(choice).replace("op 0", _operations(at), 1))
     lines = wrapped(
-        f"quantised, {type(plan.env.recipe).__name__}: {joined_numbers(plan.quantized) or 'none'}"
+        f"quantized, {type(plan.env.recipe).__name__}: {joined_numbers(plan.quantized) or 'none'}"
     )
     return lines + [line for text in texts for line in wrapped(text, 2)]
 

@@ -149,7 +149,7 @@ _TRITON, _RECIPE = Requires(package="triton"), Requires(recipe=True)
 #   then does the linear behind that norm join, for A less to save: the bias behind the linear may
 #   begin another chain, where backward moves A less for it than as a part of the linear.
 # - A sum alone joins a norm or a GEMM, as _residual_sum decides.
-# - Where a recipe of quantised compute is active, what is left of linear operations follows it.
+# - Where a recipe of quantized compute is active, what is left of linear operations follows it.
 # - A residual gradient joins the norm's kernel or the GEMM before a factor joins the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
     BuiltIn("linear_cross_entropy", "joint", "basic_linear"),

@@ -21,7 +21,7 @@ from ..core.fusion import Env, Refusal
 from ..op import FusibleOperation
 
 _TO_GEMM = Refusal("CONFLICT", "left to the linear operation that may stand before it")
-_ELSEWHERE = Refusal("IN_PLACE", "the sum is to be written over the extra input")
+_ELSEWHERE = Refusal("IN_PLACE", "the sum must overwrite the extra input")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _begin_with_norm(ops: Sequence[FusibleOperation]) -> bool:
 
 
 # A GEMM can start from the residual, and write over it.
-GEMM = Taker(before_norm=Refusal("CONFLICT", "on a GPU the norm behind it adds the residual"))
+GEMM = Taker(before_norm=Refusal("CONFLICT", "on a GPU the norm after it adds the residual"))
 
 # A factor is part of the gradient GEMMs too, 2A less in backward, which no norm offers.
 SCALED_GEMM = Taker()

@@ -23,13 +23,13 @@ class ActivationLinear(Pipeline):
     .. math:: y = f(x + b)\, W^T + c + z
 
     Biases and sum are optional; before a gated activation there is no bias. z is the extra input,
-    of the shape of y; it is overwritten if nothing else refers to it. Saves x, but not
-    :math:`h = f(x + b)`: H elements less for H elements of h. x is saved as FP8 codes by rows where
-    ``save_activations`` of the recipe or ``cache_quantized_input`` of the activation says so, the
-    linear operation is quantised, and blocks of 128 columns lie within gates or linear units.
+    of the shape of y; it is overwritten if nothing else refers to it. Saves x, but not :math:`h =
+    f(x + b)`: H elements less for H elements of h. x is saved as FP8 codes by rows if
+    ``save_activations`` of the recipe or ``cache_quantized_input`` of the activation is set, the
+    linear operation is quantized, and blocks of 128 columns lie within gates or linear units.
 
     Backward first computes :math:`dh = dy\, W`. The kernel that computes dx and db from dh and x
-    also recomputes h, at H elements of traffic instead of the H that reading a saved h takes.
+    also recomputes h, with H elements of traffic, as many as reading a saved h would take.
     :math:`dW = dy^T h` comes last. The gradient of a gated x overwrites x if nothing else refers to
     it.
 
@@ -42,7 +42,7 @@ class ActivationLinear(Pipeline):
         bias: the bias before the activation, or None.
         linear_bias: the bias after the linear operation, or None.
         add: the sum with the extra input, which comes last, or None.
-        env: of the call, whose recipe the linear operation follows; None: there is none.
+        env: of the call, whose recipe the linear operation follows; None means no recipe.
 
     Raises:
         NotSupportedError: a bias before a gated activation, or ``linear`` exchanges data between

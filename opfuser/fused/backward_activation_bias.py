@@ -17,8 +17,8 @@ from ..op import FusedOperation
 class BackwardActivationBias(FusedOperation):
     r"""Backward of Bias and an activation: :math:`dx = dy\, f'(x + b)`, :math:`db = \sum dx`.
 
-    The sum is over all dimensions but the last. Reads what the activation saved, its input.
-    Summed while it is computed, dx of A elements is not read again: 3A of traffic instead of 4A.
+    The sum is over all dimensions but the last. Reads the activation's saved input. dx, of A
+    elements, is summed while it is computed and not read again: 3A of traffic instead of 4A.
 
     Kernel: opfuser's ``activation_backward``, which sums in fp32 in the same launch; ATen has the
     backward of each activation and ``sum``, but nothing that does both. On a CPU they are ATen's,

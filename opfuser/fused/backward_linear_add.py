@@ -18,12 +18,12 @@ from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 class BackwardLinearAdd(FusedOperation):
     r"""Backward of MakeExtraOutput and BasicLinear: :math:`dx = g + dy\, W`, :math:`dW = dy^T x`.
 
-    g is the gradient of the extra output, and counts as zero where none arrives. The GEMM adds to
-    it in place where nobody else refers to it, whatever the operations' ``in_place`` says: A
-    elements of traffic instead of 3A. Else it starts from a copy. Where the dtype of g is not the
-    weight's, the sum is a pass of its own.
+    g is the gradient of the extra output; a missing one counts as zero. The GEMM adds to it in
+    place if nothing else refers to it, regardless of ``in_place``: A elements of traffic instead of
+    3A. Otherwise it starts from a copy. If the dtype of g differs from the weight's, the sum is a
+    separate pass.
 
-    Reads what BasicLinear saved. One rounding less than the separate operations.
+    Reads the tensors that BasicLinear saved. One rounding less than the separate operations.
 
     Kernel: ATen's ``addmm`` (beta = 1).
 

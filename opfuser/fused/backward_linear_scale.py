@@ -18,8 +18,8 @@ from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 class BackwardLinearScale(FusedOperation):
     r"""Backward of BasicLinear and ConstantScale: :math:`dx = s\, dy W`, :math:`dW = s\, dy^T x`.
 
-    Reads what BasicLinear saved. For A elements of output 2A less traffic than the separate
-    operations, no tensor for s·dy, and one rounding less.
+    Reads the tensors that BasicLinear saved. For A elements of output, 2A less traffic than the
+    separate operations, no tensor for s·dy, and one rounding less.
 
     Kernel: ATen's ``addmm`` (beta = 0, alpha = s).
 

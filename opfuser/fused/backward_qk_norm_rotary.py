@@ -15,9 +15,9 @@ from ._linear import insist
 class BackwardQKNormRotary(FusedOperation):
     r"""Backward of QKNorm and RotaryEmbedding: the gradient rotated back, then through the norm.
 
-    Reads what the two save, and makes the gradients of both weights in the same pass. For A
-    elements of packed queries, keys and values 3A of traffic instead of 5A: the gradient that was
-    turned back is not stored. Kernel: ours; of ATen's none does either of the two.
+    Reads the tensors that both save, and computes the gradients of both weights in the same pass.
+    For A elements of packed queries, keys and values, 3A of traffic instead of 5A: the gradient
+    that is rotated back is not stored. Kernel: opfuser's own; ATen has neither of the two.
 
     Args:
         qk_norm: the norm.

@@ -31,7 +31,7 @@ class ForwardAddNorm(FusedOperation):
 
     Args:
         add: the sum with the extra input.
-        make_extra: what publishes the sum, or None.
+        make_extra: the operation that publishes the sum, or None.
         norm: the norm.
 
     Raises:
@@ -55,7 +55,7 @@ class ForwardAddRMSNorm(ForwardAddNorm):
 
     Args:
         add: the sum with the extra input.
-        make_extra: what publishes the sum, or None.
+        make_extra: the operation that publishes the sum, or None.
         rmsnorm: the norm.
     """
 
@@ -70,7 +70,7 @@ class ForwardAddLayerNorm(ForwardAddNorm):
 
     Args:
         add: the sum with the extra input.
-        make_extra: what publishes the sum, or None.
+        make_extra: the operation that publishes the sum, or None.
         layernorm: the norm.
     """
 

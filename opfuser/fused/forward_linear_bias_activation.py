@@ -18,14 +18,14 @@ from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insis
 class ForwardLinearBiasActivation(FusedOperation):
     r"""Forward of BasicLinear and Bias: :math:`y = x W^T + b`, rounded once.
 
-    Shapes as in ``Linear``, dtypes as in ``BasicLinear``. Saves what BasicLinear saves.
-    For A elements of output 2A less traffic than the separate operations: the bias is not a pass
-    of its own, and no output without bias is stored.
+    Shapes as in ``Linear``, dtypes as in ``BasicLinear``. Saves the same as BasicLinear. For A
+    elements of output, 2A less traffic than the separate operations: the bias is not a separate
+    pass, and no output without bias is stored.
 
     Kernel: ATen's ``addmm``. An activation is not absorbed: its backward reads the sum before the
     activation, so that has to be stored in any case; ATen's ``_addmm_activation`` does not return
-    it, and cuBLASLt's GELU epilogue is slower than GEMM and GELU apart. Left alone, the activation
-    stays free for other fusions.
+    it, and cuBLASLt's GELU epilogue is slower than a separate GEMM and GELU. So the activation is
+    left to other fusions.
 
     Args:
         linear: the linear operation.

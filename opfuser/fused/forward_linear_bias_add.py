@@ -19,14 +19,15 @@ from ._residual_sum import GEMM
 class ForwardLinearBiasAdd(FusedOperation):
     r"""Forward of BasicLinear, Bias and AddExtraInput: :math:`y = z + x W^T + b`.
 
-    z is the extra input, of the shape of y. It is written to where nobody else refers to it, or
-    ``in_place`` of the sum orders that. Where its dtype is not that of the GEMM, as with a residual
-    in fp32 under autocast, the sum is a pass of its own and has the dtype of torch's promotion.
+    z is the extra input, of the shape of y. It is overwritten if nothing else refers to it, or if
+    ``in_place`` of the sum is set. If its dtype differs from the GEMM's, as with a residual in fp32
+    under autocast, the sum is a separate pass, in the dtype to which torch promotes.
 
-    Saves what BasicLinear saves. For A elements of output 2A less traffic than GEMM with bias and
-    sum apart where z is written to; else as much without bias, as the GEMM starts from a copy of z,
-    in one rounding less. On a GPU a bias is added with the product and the sum made after it, also
-    as much; there a norm that follows takes the sum instead.
+    Saves the same as BasicLinear. For A elements of output, 2A less traffic than a GEMM with bias
+    and a separate sum if z is overwritten. Otherwise the traffic is the same without a bias,
+    because the GEMM starts from a copy of z, with one rounding less. On a GPU, a bias is added with
+    the product and the sum follows, with the same traffic; if a norm follows, it computes the sum
+    instead.
 
     Kernel: ATen's ``addmm``, which accumulates onto z.
 

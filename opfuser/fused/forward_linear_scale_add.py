@@ -20,13 +20,13 @@ from ._residual_sum import SCALED_GEMM
 class ForwardLinearScaleAdd(FusedOperation):
     r"""Forward of BasicLinear, ConstantScale and AddExtraInput: :math:`y = z + s\, x W^T`.
 
-    The sum with a low-rank branch (Hu et al., LoRA, arXiv:2106.09685). z is the extra input, of
-    the shape of y; it is written to where nobody else refers to it, or ``in_place`` of the sum
-    orders that. Where its dtype is not that of the GEMM, the three steps run apart and the sum has
-    the dtype of torch's promotion.
+    The sum with a low-rank branch (Hu et al., LoRA, arXiv:2106.09685). z is the extra input, of the
+    shape of y; it is overwritten if nothing else refers to it, or if ``in_place`` of the sum is
+    set. If its dtype differs from the GEMM's, the three steps run separately, and the sum has the
+    dtype to which torch promotes.
 
-    Saves what BasicLinear saves. For A elements of output 2A less traffic than the separate
-    operations, 4A where z is written to, and two roundings less.
+    Saves the same as BasicLinear. For A elements of output, 2A less traffic than the separate
+    operations, 4A less if z is overwritten, and two roundings less.
 
     Kernel: ATen's ``addmm``, with s as its ``alpha``.
 

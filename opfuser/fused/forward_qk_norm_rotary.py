@@ -16,8 +16,9 @@ from ._linear import insist
 class ForwardQKNormRotary(FusedOperation):
     r"""Forward of QKNorm and RotaryEmbedding: :math:`y = R(\mathrm{norm}(x))`, rounded once.
 
-    Saves what the two save. For A elements of packed queries, keys and values 2A of traffic instead
-    of 4A: the normalised heads are not stored. Kernel: ours; of ATen's none does either of the two.
+    Saves the same as both operations. For A elements of packed queries, keys and values, 2A of
+    traffic instead of 4A: the normalized heads are not stored. Kernel: opfuser's own; ATen has
+    neither of the two.
 
     Args:
         qk_norm: the norm.
@@ -50,7 +51,7 @@ class ForwardQKNormRotary(FusedOperation):
         if rotary_ctx.requires_grad:
             rotary_ctx.save_for_backward(*rotary.Saved(positions))
         rotation = rotary.rotation(x, positions, how)
-        return qk_norm.normalise(ctx, x, rotation), [(), ()]
+        return qk_norm.normalize(ctx, x, rotation), [(), ()]
 
 
 def _refuses(qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None) -> Refusal | None:

@@ -74,8 +74,8 @@ class GroupedMLP(FusedOperation):
 
     .. math:: y_r = s_r\, f(x_{t(r)} W_e^T + b_e)\, V_e^T + c_e
 
-    for row r of expert e, whose token is t(r). Permute is optional: x are rows then. f is a plain
-    or gated activation, s its scales, such as the weights of the router.
+    for row r of expert e, whose token is t(r). Without a Permute, x holds the rows. f is a plain or
+    gated activation, s its scales, such as the weights of the router.
 
     Saves x by token, the activation's input and the scales; the rows that Permute copies and the
     activation's output are recomputed in backward, by the copy that made them and by the kernel
@@ -83,14 +83,14 @@ class GroupedMLP(FusedOperation):
     are k T (D + F) elements less of about k T (D + 3 F). The gradient of the activation's input
     overwrites it if nothing else refers to it.
 
-    Kernels: those of the operations that it replaces; no GEMM runs twice. Where the sizes of groups
-    are on a GPU, it waits for them as :class:`GroupedLinear` does.
+    Kernels: those of the operations that it replaces; no GEMM runs twice. If the split sizes are on
+    a GPU, it waits for them if :class:`GroupedLinear` does.
 
     Args:
         linear1: the first linear operation.
         activation: the activation.
         linear2: the second linear operation.
-        permute: what copies tokens to the rows of their experts, or None.
+        permute: the operation that copies tokens to the rows of their experts, or None.
 
     Raises:
         InputError: in forward, as in the operations that it replaces.
@@ -290,7 +290,7 @@ def _refuses(permute: Permute | None, *ops: BasicOperation, env: Env) -> Refusal
     if env.recipe is not None and any(
         isinstance(op, GroupedLinear) and op.quantized_refusal(env) is None for op in ops
     ):
-        return Refusal("CONFLICT", "quantised linear operations save codes of their inputs")
+        return Refusal("CONFLICT", "quantized linear operations save codes of their inputs")
     return None
 
 

@@ -25,9 +25,9 @@ class LinearCrossEntropy(FusedOperation):
     The logits (T, V) exist for one chunk of rows at a time: forward computes the chunk's loss,
     overwrites its logits by their gradient, and accumulates the contributions to dx and dW before
     the next chunk. So forward computes the gradients that are needed, for a loss gradient of 1.
-    Backward multiplies them by the incoming gradient: without synchronisation with a GPU, and
+    Backward multiplies them by the incoming gradient: without synchronization with a GPU, and
     without traffic if it is 1 and nothing else refers to them. If gradients are enabled but never
-    asked for, the two gradient GEMMs are wasted.
+    computed, the two gradient GEMMs are wasted.
 
     At T = 8192, V = 128256 and d = 4096 in bf16 the logits and their gradient take 525 MB instead
     of 4.2 GB in bf16, or 12 GB with fp32 copies.
@@ -38,17 +38,17 @@ class LinearCrossEntropy(FusedOperation):
     multiplies them by the incoming gradient, which a gradient scaler has enlarged: divided in
     forward, they would underflow.
 
-    dW is computed before the gradient that scales it, so that no GEMM can accumulate into
+    dW is computed before the gradient that scales it, so no GEMM can accumulate into
     ``weight.grad``: with ``accumulate_into_grad``, autograd adds it as usual.
 
-    Where the classes are divided among ranks (a linear operation in mode "vocabulary", and a loss
-    with ``tensor_parallel`` over the same group), a rank has the logits of a chunk of rows and of
-    its classes. The ranks exchange 4 numbers per row, a collective for each chunk, and dx, as the
+    If the classes are divided among ranks (a linear operation in mode "vocabulary", and a loss with
+    ``tensor_parallel`` over the same group), a rank has the logits of a chunk of rows and of its
+    classes. The ranks exchange 4 numbers per row, in one collective per chunk, and dx, like the
     linear operation alone.
 
-    Saves dx, dW, and with fp16 the number of rows that count; not x, W or logits.
+    Saves dx, dW, and with fp16 the number of rows that are not ignored; not x, W or logits.
 
-    Kernels: ATen's GEMMs; opfuser's cross entropy, as ATen's does not work in place. The idea:
+    Kernels: ATen's GEMMs; opfuser's cross entropy, because ATen's does not work in place. The idea:
     Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009; Hsu et
     al., "Liger Kernel", arXiv:2410.10989.
 

@@ -26,12 +26,12 @@ class NormLinear(Pipeline):
 
     Sum, MakeExtraOutput and bias are optional. A PointwiseNorm, with any chain of element-wise
     operations in place of the sum, may replace sum, MakeExtraOutput and norm. Saves s, the norm's
-    statistics, one or two per row, and what a chain saves, but not the norm's output: A elements
-    less for A elements of s.
+    statistics (one or two per row) and the tensors of a chain, but not the norm's output: A
+    elements less for A elements of s.
 
     Backward first computes :math:`dn = dy\, W`. The kernel that computes the gradients of norm and
-    residual from dn and s also recomputes :math:`n = \mathrm{norm}(s)`, at A elements of traffic
-    instead of the A that reading a saved n takes. :math:`dW = dy^T n` comes last.
+    residual from dn and s also recomputes :math:`n = \mathrm{norm}(s)`, with A elements of traffic,
+    as many as reading a saved n would take. :math:`dW = dy^T n` comes last.
 
     Kernel: ATen's GEMMs, and the norm kernels of opfuser; no ATen norm backward returns the output.
 
@@ -41,7 +41,7 @@ class NormLinear(Pipeline):
         add: the sum with the extra input, which comes first, or None.
         make_extra: publishes the sum, or None.
         bias: the bias after the linear operation, or None.
-        env: of the call, whose recipe the linear operation follows; None: there is none.
+        env: of the call, whose recipe the linear operation follows; None means no recipe.
 
     Raises:
         NotSupportedError: ``linear`` exchanges data between ranks, or there is a sum or a

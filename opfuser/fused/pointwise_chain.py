@@ -23,11 +23,10 @@ class PointwiseChain(Pipeline):
     the gradients of biases over the rows in the same kernel, in fp32. Saves the seeds, the input if
     a function of it has a derivative that is not constant, and for the same reason each sum of an
     AddExtraInput, which the forward kernel writes. That is never more than the separate operations
-    save; but under autocast it is in the dtype of the input, where a separate activation saves its
-    cast. For n operations on A elements, forward moves 2A, plus A per extra input, instead of 2nA
-    plus as much.
+    save; but under autocast it has the dtype of the input, while a separate activation saves its
+    cast. For n operations on A elements, forward moves 2A instead of 2nA, plus A per extra input.
 
-    Kernel: opfuser's own. ATen has kernels for each of the operations and for none of their pairs.
+    Kernel: opfuser's own. ATen has kernels for single operations only.
 
     Args:
         ops: the operations, in forward order.

@@ -1,4 +1,4 @@
-"""A chain of element-wise operations and the norm behind it, in both passes."""
+"""A chain of element-wise operations and the norm after it, in both passes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PointwiseNorm(Pipeline):
         InputError: in forward, as in the operations that it replaces.
 
     Attributes:
-        planned: whether a plan built it, and not the user.
+        planned: whether a plan built it, not the user.
     """
 
     kernels = ("Triton pointwise",)

@@ -45,23 +45,23 @@ class QuantizedGroupedLinear(FusedOperation):
     .. math:: y_g = x_g\, W_g^T + b_g
 
     x, the weights and the gradient of y are rounded to FP8, MXFP8 or NVFP4 with scales; the
-    products are those of the rounded tensors. A scale of a whole tensor is one for the rows of all
-    groups; each group has its own scales of blocks, and of columns. Each weight has its own scale,
-    but for those that are kept from call to call: there the weights share one. Saves the codes of x
-    by columns, one byte each or half of one in NVFP4, and their scales, with up to 127 rows of
-    padding for a group, and 128 for one without rows.
+    products are those of the rounded tensors. With one scale per tensor, the rows of all groups
+    share it; scales of blocks and of columns are separate for each group. Each weight has its own
+    scale, unless scales are kept between calls: then the weights share one. Saves the codes of x by
+    columns, one byte each (half a byte in NVFP4), and their scales, with up to 127 rows of padding
+    per group, and 128 for an empty group.
 
-    Split sizes on a GPU stay there: nothing waits for them, and no launch is that of a group. As in
-    :class:`GroupedLinear` they are not checked, and rows past their sum are left undefined.
+    Split sizes on a GPU stay there: nothing waits for them, and launches cover all groups. As in
+    :class:`GroupedLinear`, they are not checked, and rows beyond their sum are undefined.
 
-    The gradient of y is freed once it is rounded, where no bias reads it.
+    The gradient of y is freed once it is rounded, unless a bias reads it.
 
-    Kernels: torch's grouped GEMM of codes with a scale for each row, on GPUs of compute capability
-    9.0, to which one scale of a tensor is broadcast; opfuser's for gradients of weights of groups
-    with fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; its quantisation
-    of both layouts in one pass, which puts the padding between groups. Weights stored as one spare
-    them a copy. Codes of MXFP8 and NVFP4 are decoded to bf16, which is exact, and multiplied by
-    opfuser's grouped GEMM of bf16 on every GPU.
+    Kernels: on GPUs of compute capability 9.0, torch's grouped GEMM of codes with a scale per row,
+    to which a tensor's one scale is broadcast; opfuser's own for weight gradients of groups with
+    fewer than 2048 rows, blocks of 128, E5M2, other results and other GPUs; and opfuser's
+    quantization of both layouts in one pass, which inserts the padding between groups. Weights that
+    are stored as one save a copy. Codes of MXFP8 and NVFP4 are decoded to bf16, which is exact, and
+    multiplied by opfuser's grouped GEMM of bf16 on every GPU.
 
     Args:
         linear: the operation.

@@ -21,7 +21,7 @@ class QuantizedLinear(Pipeline):
     x, W and the gradient of y are rounded to FP8 with scales; the products are those of the
     rounded tensors. Saves the codes of x by columns, one byte each, and W.
 
-    Kernels: ``torch.nn.functional.scaled_mm``; opfuser's quantisation of both layouts in one pass.
+    Kernels: ``torch.nn.functional.scaled_mm``; opfuser's quantization of both layouts in one pass.
 
     Args:
         linear: the linear operation.

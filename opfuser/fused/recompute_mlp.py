@@ -21,17 +21,18 @@ from .parts.quantized_linear import linear_part
 
 
 class RecomputeMLP(Pipeline):
-    r"""AddExtraInput, MakeExtraOutput, a norm, two linears and the activation between them.
+    r"""AddExtraInput, MakeExtraOutput, a norm, and two linear operations around an activation.
 
     .. math:: s = z + x, \quad y = f(\mathrm{norm}(s)\, W_1^T + b_1)\, W_2^T + b_2
 
     Sum, MakeExtraOutput and biases are optional; f is a plain or gated activation. Saves s and the
     norm's statistics, one or two per row: A elements for A elements of s, where NormLinear and
     ActivationLinear also save the A f / d of the activation's input. Backward recomputes the norm
-    and the first linear: a sixth more GEMM work in both passes, two ninths if f is gated.
+    and the first linear operation: a sixth more GEMM work in both passes together, two ninths if f
+    is gated.
 
-    Kernel: ATen's GEMMs, and the norm and activation kernels of opfuser.
-    ``torch.utils.checkpoint`` would also recompute the second linear, whose output is not read.
+    Kernel: ATen's GEMMs, and the norm and activation kernels of opfuser. ``torch.utils.checkpoint``
+    would also recompute the second linear operation, whose output is not needed.
 
     Args:
         norm: the norm.
@@ -42,7 +43,7 @@ class RecomputeMLP(Pipeline):
         make_extra: publishes the sum, or None.
         bias1: the bias after the first linear operation, or None.
         bias2: the bias after the second one, or None.
-        env: of the call, whose recipe the linear operations follow; None: there is none.
+        env: of the call, whose recipe the linear operations follow; None means no recipe.
 
     Raises:
         NotSupportedError: a linear operation exchanges data between ranks.

@@ -31,7 +31,7 @@ class Accumulation(NamedTuple):
 
     Attributes:
         dtype: of the result.
-        split: whether to add up in fp32 after every 128 products.
+        split: whether to accumulate in fp32 after every 128 products.
         hardware: whether the device multiplies such codes.
         provider: that which the recipe names, if it takes the product; None: torch.
     """

@@ -40,40 +40,42 @@ _APPLY = "opfuser.apply(model) has sequences compute those of its parts that are
 
 
 def from_torch(module: nn.Module, *, example: Example | None = None) -> Sequential:
-    """The sequence of operations that computes what a module does, with the module's parameters.
+    """Converts a module to a sequence of operations with the same parameters.
 
-    The module's own forward is traced on the meta device, in training and in evaluation, and every
-    operation of it explained, as by :func:`opfuser.apply`. The sequence holds the same
-    ``Parameter`` objects: an optimiser of either serves both, and what the module loads, both
-    have. It computes what the module does when it is read: attributes that are set and parameters
-    and modules that are replaced later do not count. A child that is not explained, has hooks or is
-    parametrised is called by the sequence, and is the same object. Devices, meta included, dtypes
-    and ``requires_grad`` are those of the module, which does not change.
+    The module's own forward is traced on the meta device, in training and in evaluation mode, and
+    opfuser must understand every operation in it, as in :func:`opfuser.apply`. The sequence holds
+    the same ``Parameter`` objects: one optimizer serves both, and a state dict loaded into the
+    module is loaded into both. It computes what the module computes at the time of the conversion;
+    attributes that are set, and parameters and modules that are replaced, later have no effect. A
+    child that is not understood, has hooks or is parametrized stays the same object, and the
+    sequence calls it. Devices (including meta), dtypes and ``requires_grad`` are those of the
+    module, which does not change.
 
-    An operation whose parameters are those of one child has the child's name, so that the
-    ``state_dict`` of a ``torch.nn.Sequential`` of layers has the same keys. A norm without a weight
-    has one of ones that needs no gradient.
+    An operation with the parameters of one child has the child's name, so the ``state_dict`` of a
+    ``torch.nn.Sequential`` of layers keeps its keys. A norm without a weight gets a weight of ones
+    that needs no gradient.
 
-    Values and gradients are those of the module up to rounding. Dropout draws other numbers, and is
-    that of ``train()`` and ``eval()`` of the sequence.
+    Values and gradients are those of the module up to rounding. Dropout draws other numbers, and
+    follows ``train()`` and ``eval()`` of the sequence.
 
     Args:
-        module: that computes one tensor of rows of one tensor, the same for each row but for
-            attention. A sequence is returned as it is.
+        module: computes one tensor from one tensor, row by row except for attention. A Sequential
+            is returned unchanged.
         example: arguments of one call: a mapping of keywords, a tuple of positional arguments, or
-            one tensor. Of a tensor alone, dtype, rank and last dimension count. With several, the
-            sequence is called with arguments of the same structure, such as masks of attention,
-            as the module is. Without an example, one tensor is made of the sizes of the parameters.
+            one tensor. For a single tensor, only dtype, rank and last dimension count. With several
+            arguments, such as attention masks, call the sequence as you call the module, with
+            arguments of the same structure. Without an example, tensors as wide as the parameters
+            are tried.
 
     Returns:
-        The sequence, in the mode of the module.
+        The sequence, in the module's mode.
 
     Raises:
-        NotSupportedError: the module is not one sequence of operations. The text names the
+        NotSupportedError: the module is not one sequence of operations. The message names the
             operation and its place.
-        ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
-        ArgumentError: no call could be made without an example, or sizes of the example are equal
-            that may differ.
+        ArgumentTypeError: ``module`` is not a ``torch.nn.Module``.
+        ArgumentError: no call succeeded without an example, or the example has equal sizes that may
+            differ later.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError.explained(

@@ -77,13 +77,13 @@ def calls_made(module: nn.Module) -> Iterator[ExampleCall]:
 
 
 def needs_example(module: nn.Module, why: str) -> ArgumentError:
-    """The error that no call of a module could be made, and why."""
+    """The error for a module that could not be called without an example, and why."""
     return ArgumentError.explained(
-        "Arguments of a call of a module are made where it takes one tensor of a width that "
-        "its parameters have",
+        "Without example=, a module is called with one tensor as wide as its parameters, which "
+        "has to work",
         where="from_torch",
         received=f"{type(module).__name__}: {why}",
-        remedy="Pass those of one call as example=, if its forward needs no values",
+        remedy="Pass the arguments of one call as example=, unless its forward depends on values",
     )
 
 

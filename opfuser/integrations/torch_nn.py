@@ -41,16 +41,16 @@ _M = TypeVar("_M", bound=nn.Module)
 def to_torch(module: nn.Module) -> nn.Module:
     """A copy of a module in which ``torch.nn`` modules replace operations and sequences.
 
-    It has the same ``Parameter`` and buffer objects under the same names, training flags, hooks and
-    attributes.
+    It has the same ``Parameter`` and buffer objects under the same names, and the same training
+    flags, hooks and attributes.
 
     Args:
-        module: the tree, a :class:`opfuser.Sequential` or a single operation.
+        module: a :class:`opfuser.Sequential`, a single operation, or a module that holds some.
 
     Raises:
-        ArgumentTypeError: it is no module.
+        ArgumentTypeError: it is not a module.
         NotSupportedError: it holds operations, or options of them, that ``torch.nn`` does not have.
-            The text names all of them.
+            The message names all of them.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError.explained(

@@ -84,7 +84,7 @@ class _Fused:
     """What both modules have in common: their sequences, and when these compute a call.
 
     A sequence reads the parameters of the modules at every call, and is no submodule: names in
-    state dicts, initialisation and sharding are torchtitan's.
+    state dicts, initialization and sharding are torchtitan's.
     """
 
     __dict__: dict[str, Any]
@@ -206,7 +206,7 @@ class FusedTransformerBlock(_Fused, Llama3TransformerBlock):  # type: ignore[mis
 
     torchtitan's own forward takes calls under ``torch.compile``, with tensor or context
     parallelism, with DTensors as input, and where a linear module or norm inside is of another
-    class than torchtitan's (LoRA, quantisation) or carries hooks. A warning of the logger
+    class than torchtitan's (LoRA, quantization) or carries hooks. A warning of the logger
     ``opfuser`` says so, but for the first.
     """
 

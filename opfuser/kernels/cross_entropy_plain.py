@@ -58,7 +58,7 @@ class Terms(NamedTuple):
     """What the loss of a row consists of.
 
     Attributes:
-        ignore_index: the target of rows that do not count.
+        ignore_index: the target of rows that are ignored.
         label_smoothing: ε.
         z_loss: ζ.
     """

@@ -133,7 +133,7 @@ def _launch_backward(
     how: tuple[Tensor | None, ...]
     squares = isinstance(h, BlockScaling) and h.square_cols
     if isinstance(dx, BlockScaling) or isinstance(h, BlockScaling):
-        # Each thread of a warp has four neighbours: a warp has rows for itself, and their maxima.
+        # Each thread of a warp has four neighbors: a warp has rows for itself, and their maxima.
         tile = Tile(BLOCK, BLOCK, _WARPS, group=_GROUP, access=4 * x.element_size())
         kernel = "backward_by_blocks"
         row_scale, col_scale = empty_block_scales(x, width, True, True)

@@ -1,4 +1,4 @@
-"""Quantisation to fp8 of matrices whose rows are those of groups; the host knows no group's size.
+"""Quantization to fp8 of matrices whose rows are those of groups; the host knows no group's size.
 
 Dimensions: R rows, G groups, C columns; P rows where each group is padded to a multiple of 128, at
 least 128: a GEMM that sums over the rows of a group wants it to begin at a multiple of 16, and to

@@ -1,4 +1,4 @@
-"""Quantisation of groups of rows to fp8 in plain torch, and products of their codes.
+"""Quantization of groups of rows to fp8 in plain torch, and products of their codes.
 
 Dimensions, layouts and bits as in :mod:`.groups` and :mod:`.grouped_products`.
 """

@@ -1,6 +1,6 @@
 """From a choice of constants to a running kernel, with little host time in between.
 
-Triton's own ``kernel[grid](...)`` binds arguments by name, specialises each of them and looks the
+Triton's own ``kernel[grid](...)`` binds arguments by name, specializes each of them and looks the
 binary up under a string, at every call. A :class:`Launch` has done that once for its constants;
 what may still differ between two calls is a few properties of the arguments, and those are its key.
 """

@@ -1,4 +1,4 @@
-"""Quantisation to MXFP8 and NVFP4: blocks of 32 and 16 values, with scales of 8 bits.
+"""Quantization to MXFP8 and NVFP4: blocks of 32 and 16 values, with scales of 8 bits.
 
 Dimensions: R rows, Rp the next multiple of 128, C columns, a multiple of 32; ``x (R, C)``. Results
 are :class:`Codes` whose scales are those that GEMMs take, inverse and swizzled
@@ -186,7 +186,7 @@ def quantize_mxfp8(
     column_sum: bool = False,
     groups: Grouped | None = None,
 ) -> Codes:
-    """Codes of x where every 32 neighbours along a row (of ``cols``: a column) have a scale.
+    """Codes of x where every 32 neighbors along a row (of ``cols``: a column) have a scale.
 
     ``1 / s = 2^k`` with the least k, from -127 on, for which ``amax / 2^k`` is at most the largest
     finite value of ``dtype``; 1 of amax 0, and NaN if amax is not finite. A code is ``x s``,
@@ -215,7 +215,7 @@ def quantize_nvfp4(
     column_sum: bool = False,
     groups: Grouped | None = None,
 ) -> Codes:
-    """Codes of x in 4 bits, a scale for every 16 neighbours, and one of the tensor.
+    """Codes of x in 4 bits, a scale for every 16 neighbors, and one of the tensor.
 
     With the scale of the tensor ``g = amax / 2688`` (6 · 448) and that of a block ``d = amax of the
     block / (6 g)``, rounded to E4M3, a code is ``x / (g d)``, rounded to E2M1; 0 where d is. NaN

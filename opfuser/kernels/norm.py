@@ -1,8 +1,8 @@
-"""RMSNorm, LayerNorm and L2 normalisation of rows: forward, also of a residual sum, and backward.
+"""RMSNorm, LayerNorm and L2 normalization of rows: forward, also of a residual sum, and backward.
 
 Dimensions: R rows, D columns. All tensors but weight and bias ``(D,)`` and the statistics ``(…)``
 are ``(…, D)``, of one shape; the elements of a row are side by side. Which of the three norms it is
-follows from the arguments: LayerNorm has a mean, RMSNorm none, and L2 normalisation no weight
+follows from the arguments: LayerNorm has a mean, RMSNorm none, and L2 normalization no weight
 either. Formulas: ``norm_plain``.
 """
 

@@ -174,7 +174,7 @@ def _wide_backward_launch(zero_centered: bool) -> Launch:
 
 
 def share_of_sum(weight: Tensor | None, cols: int) -> float:
-    """What a sum over a row counts: 1/D of it, all of it for L2 normalisation."""
+    """What a sum over a row counts: 1/D of it, all of it for L2 normalization."""
     return 1.0 if weight is None else 1 / cols
 
 

@@ -61,7 +61,7 @@ def norm_forward(
     """``y = x̂ w + b`` with ``x̂ = (x - mean) rstd``, ``rstd = 1 / sqrt(mean((x - mean)²) + eps)``.
 
     Where there is a residual, ``x + residual`` stands for x. Without ``with_mean``, which is
-    RMSNorm, mean is 0 and there is no b. L2 normalisation is that without a weight: w is 1, and
+    RMSNorm, mean is 0 and there is no b. L2 normalization is that without a weight: w is 1, and
     rstd = ``1 / sqrt(Σ x² + eps)``.
     """
     total = None
@@ -146,7 +146,7 @@ def _rms_backward(
     (want_dx, want_dw, want_y), (weight, y_weight) = wants, weights
     scale = None if weight is None else _scale(weight, rstd.dtype, zero_centered)
     shape, dtype, cols = x.shape, x.dtype, x.shape[-1]
-    if x.dim() != 2:  # ATen's backward of weight normalisation takes two
+    if x.dim() != 2:  # ATen's backward of weight normalization takes two
         x, dy, rstd = x.reshape(-1, cols), dy.reshape(-1, cols), rstd.reshape(-1)
     rstd = rstd.unsqueeze(1)
     wide, dy = cast(x, rstd.dtype).contiguous(), cast(dy, rstd.dtype).contiguous()
@@ -161,7 +161,7 @@ def _rms_backward(
         if scale is not None:
             # Into memory that is there: for what is new, a CPU has to fetch pages.
             dh = buffer = torch.mul(dy, scale, out=None if traced else buffer)
-        # dx = rstd (dh - x rstd² mean(dh x)) is the gradient of weight normalisation g x / n with
+        # dx = rstd (dh - x rstd² mean(dh x)) is the gradient of weight normalization g x / n with
         # norms n = g / rstd and gains g = √D, or 1 where it is the sum and not the mean. ATen has
         # one pass for that: about half the time of writing the formula out.
         if traced:  # by a compiler that makes one pass of the formula

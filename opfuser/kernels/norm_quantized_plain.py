@@ -48,10 +48,10 @@ def forward_quantized_plain(
 
     Args:
         x, residual, weight, bias, eps, zero_centered, with_mean: as ``norm.norm_forward``.
-        scaling: how y is quantised.
+        scaling: how y is quantized.
 
     Raises:
-        RuntimeError: of blocks, D is no multiple of 128.
+        RuntimeError: of blocks, D is not a multiple of 128.
         ValueError: of kernels, the elements of a row are not side by side.
     """
     # For its statistics: a kernel may compute them, as of rows that are too long for one of fp8.
@@ -74,9 +74,9 @@ def cols_quantized_plain(
     With one scale they are the transpose of those by rows.
 
     Args:
-        total: (…, D), what was normalised: x, or its sum with the residual.
+        total: (…, D), what was normalized: x, or its sum with the residual.
         mean, rstd: (…), what forward returned.
-        scaling: how the norm is quantised; without a scale amax alone is raised.
+        scaling: how the norm is quantized; without a scale amax alone is raised.
 
     Raises:
         ValueError: of kernels, the elements of a row are not side by side.

@@ -1,4 +1,4 @@
-"""Quantisation of matrices to fp8, by rows, by columns (the transpose) or both from one read.
+"""Quantization of matrices to fp8, by rows, by columns (the transpose) or both from one read.
 
 Dimensions: R rows, Rp of them with padding, C columns; ``x (R, C)``. Results are :class:`Codes`.
 ``dtype`` is ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``. A scale s multiplies what is encoded:
@@ -112,7 +112,7 @@ class Tile:
 
     Attributes:
         rows, cols, warps: as the names say.
-        group: neighbours along a column that follow one another.
+        group: neighbors along a column that follow one another.
         access: bytes of an operand that a thread reads at once.
     """
 
@@ -408,7 +408,7 @@ def quantize_by_blocks(
     square_cols: bool = False,
     column_sum: bool = False,
 ) -> Codes:
-    """Codes of x where every 128 neighbours along a row (of ``cols``: a column) have a scale.
+    """Codes of x where every 128 neighbors along a row (of ``cols``: a column) have a scale.
 
     Args as in :func:`quantize_by_tensor`, :func:`scale_for` and :class:`BlockScaling`; C is a
     multiple of 128.

@@ -1,4 +1,4 @@
-"""Quantisation to fp8 in plain torch. Dimensions and layouts as in ``opfuser.kernels.quantize``.
+"""Quantization to fp8 in plain torch. Dimensions and layouts as in ``opfuser.kernels.quantize``.
 
 Codes, scales and maxima are those of the kernels, bit for bit; only the sign of a NaN is open.
 """
@@ -18,7 +18,7 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 class Codes(NamedTuple):
-    """A quantised matrix of R rows and C columns, row by row, column by column or both.
+    """A quantized matrix of R rows and C columns, row by row, column by column or both.
 
     What is not wanted is None. Rp is R rounded up to a multiple of 128; codes of padding are 0.
     Scales are inverse, in fp32: code times scale is the value. Those of MXFP8 and NVFP4, and the
@@ -31,7 +31,7 @@ class Codes(NamedTuple):
         cols: (C, Rp), fp8: the transpose, contiguous.
         col_scale: its scales: (1,); or (Rp/128, C), of blocks; or (C/128, up4(Rp/128)), of squares,
             as :attr:`has_square_cols` says.
-        column_sum: (C,), what was quantised summed over the rows, in its dtype.
+        column_sum: (C,), what was quantized summed over the rows, in its dtype.
     """
 
     rows: Tensor | None
@@ -68,7 +68,7 @@ class TensorScaling(NamedTuple):
 class MeasuredScaling(NamedTuple):
     """One scale for a tensor, from its largest value: ``quantize.scale_for`` of that.
 
-    Who quantises computes the scale, so that no launch of its own stands between.
+    Who quantizes computes the scale, so that no launch of its own stands between.
 
     Attributes:
         amax: (1,) in fp32, ``max |x|``.
@@ -82,7 +82,7 @@ class MeasuredScaling(NamedTuple):
 
 
 class BlockScaling(NamedTuple):
-    """A scale for each 128 neighbours along a row, for columns along a column.
+    """A scale for each 128 neighbors along a row, for columns along a column.
 
     Attributes:
         dtype: of the codes.

@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
     Attributes:
         cos, sin: (period or more, P), in fp32 (fp64 for fp64).
         period: row r turns by the angles in row ``r % period``.
-        interleaved: whether a pair consists of neighbours; else of an entry of each half of the
+        interleaved: whether a pair consists of neighbors; else of an entry of each half of the
             part that turns.
     """
 
@@ -43,7 +43,7 @@ class Rotation(NamedTuple):
 
 
 class NormedHeads(NamedTuple):
-    """Normalised queries and keys with the values, and ``1 / sqrt(mean(x²) + eps)`` (…, A)."""
+    """Normalized queries and keys with the values, and ``1 / sqrt(mean(x²) + eps)`` (…, A)."""
 
     y: Tensor
     rstd: Tensor
@@ -91,7 +91,7 @@ def qk_norm(
     eps: float,
     zero_centered: bool,
 ) -> NormedHeads:
-    """Queries and keys normalised, and turned if there is a rotation."""
+    """Queries and keys normalized, and turned if there is a rotation."""
     head_dim = q_weight.shape[0]
     active, dtype = x.shape[-1] // head_dim - kv_heads, wide_dtype(x.dtype)
     y = empty_contiguous(x)
@@ -308,7 +308,7 @@ def _pairs(heads: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]
 
 
 def _holds_complex(t: Tensor) -> bool:
-    """Whether neighbours, taken in pairs, can be seen as complex numbers."""
+    """Whether neighbors, taken in pairs, can be seen as complex numbers."""
     if t.storage_offset() % 2 or t.stride(-1) != 1:
         return False
     return all(stride % 2 == 0 for stride in t.stride()[:-1])

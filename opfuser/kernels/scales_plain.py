@@ -21,7 +21,7 @@ class KeptScales(NamedTuple):
         history: (length, 3): the largest values of earlier calls, the last first.
         amax: (3,): the largest values since the last update.
         dtypes: the three formats.
-        margin: powers of two that are left for values to grow.
+        margin: headroom for values to grow, in powers of two.
         most_recent: whether the history's first row alone counts.
     """
 

@@ -124,7 +124,7 @@ def _plain_gradient(
     """Gradient of a rank's logits.
 
     Args:
-        x, targets, terms, classes: as of :func:`_plain_statistics`.
+        x, targets, terms, classes: see :func:`_plain_statistics`.
         row: of :func:`merged_losses`.
         dloss: gradient of the losses (rows,), or one for all of them ().
         count: what divides it, () of int64; 0 counts as 1.

@@ -73,7 +73,7 @@ def refuse(
     remedy: str = "Shard such a model by its layers: opfuser.models.sharding",
 ) -> NoReturn:
     raise NotSupportedError.explained(
-        "Models are parallelised that consist of what decoder_lm makes, experts only with "
+        "Models are parallelized that consist of what decoder_lm makes, experts only with "
         "expert_parallel",
         where="parallelize",
         received=f"{type(op).__name__} {how}".strip(),

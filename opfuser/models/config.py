@@ -26,8 +26,8 @@ _PROBABILITIES = "embedding_dropout residual_dropout attention_dropout"
 class DecoderConfig:
     """Sizes of a decoder, what its blocks consist of, and where its parameters live.
 
-    The defaults make a model of the Llama family. :meth:`from_hf` takes those of others over from
-    a configuration of Hugging Face's transformers.
+    The defaults describe a model of the Llama family. :meth:`from_hf` converts a configuration of
+    Hugging Face transformers.
 
     Attributes:
         vocab_size: rows of the token table, and classes of the head.
@@ -39,64 +39,66 @@ class DecoderConfig:
             multiple of 64 (Shazeer, "GLU Variants Improve Transformer", 2020).
         rope_base: base of the rotary frequencies.
         norm_eps: added to the mean square, or the variance, in every norm.
-        tied_head: whether the head's weight is the token table, one and the same parameter, also
-            when it is moved off the meta device.
+        tied_head: whether the head's weight is the token table: the same parameter, also after
+            moving off the meta device.
         init_std: standard deviation of the initial weights; divided by ``sqrt(2 num_layers)`` where
             a block adds to the residual stream (Radford et al., GPT-2, 2019).
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
-        recompute: None; or ``"mlp"``, for feed-forward blocks without experts that save their input
-            alone and recompute their first linear in backward: two ninths more GEMM work in them.
-        recipe: of :mod:`opfuser.recipe`: how the layers' linear operations compute, whatever the
-            region. It is the recipe of the Sequential that is made, so that a call opens one
-            region. None leaves it to :class:`opfuser.autocast`. Features that do not fit its blocks
-            stay in high precision, as the plan says: choose multiples of 128. The head stays in
-            high precision with every recipe.
+        recompute: None; or ``"mlp"``: feed-forward blocks without experts save only their input,
+            and recompute their first linear operation in backward, which adds two ninths to their
+            GEMM work.
+        recipe: of :mod:`opfuser.recipe`, for the layers' linear operations, regardless of the
+            region. It becomes the recipe of the model's Sequential, so a call opens one region.
+            None follows :class:`opfuser.autocast`. Operations whose features do not fit the
+            recipe's blocks stay in high precision, as the plan says: choose multiples of 128. The
+            head stays in high precision with every recipe.
         head_dim: features of a head, an even number with rotary positions; None is
             ``dim / num_heads``.
         qkv_bias, out_bias, mlp_bias: whether the first linear of attention, its last one, and both
             of the feed-forward block have a bias.
-        qk_norm: whether every query and key head is normalised before it is rotated.
-        norm: ``"rms"`` or ``"layer"``: the kind of the norms, of which the second has a bias.
+        qk_norm: whether every query and key head is normalized before it is rotated.
+        norm: ``"rms"`` or ``"layer"``; layer norms have a bias.
         zero_centered_gamma: whether norms scale by ``1 + weight``.
         causal: whether a position attends only to itself and to earlier ones.
-        norm_first: whether blocks normalise what they read; else they normalise the residual sum
+        norm_first: whether blocks normalize their input. Otherwise they normalize the residual sum
             (Vaswani et al., 2017), and there is no norm before the head.
-        post_norms: whether there is also a norm behind each block, before its residual sum.
+        post_norms: whether there is also a norm after each block, before its residual sum.
         activation: of the feed-forward block: ``"swiglu"``, ``"geglu"`` (gated, two weights wide),
             ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"``, ``"silu"``, or another name in
             ``ACTIVATIONS`` of ``opfuser.counterparts``.
-        learned_positions: rows of a table of positions that is added to the tokens, in place of
-            rotary positions; None is rotary.
-        embedding_scale: the rows of the token table are multiplied by this, rounded to their dtype
-            as in Gemma; None is 1.
-        padding_idx: a row of the token table that gets no gradient from it; None is none.
-        rope_scaling: of the rotary frequencies; None is none.
-        local_rope_base: base in layers with a window, which then have no scaling; None is
-            ``rope_base``, with it.
-        window: a position attends to this many positions, itself and those before it; None is all.
-            A sequence gives one for each layer.
+        learned_positions: rows of a table of positions that is added to the tokens, instead of
+            rotary positions; None means rotary positions.
+        embedding_scale: factor of the rows of the token table, rounded to their dtype as in Gemma;
+            None means 1.
+        padding_idx: a row of the token table that gets no gradient as an embedding; None means
+            none.
+        rope_scaling: of the rotary frequencies; None means no scaling.
+        local_rope_base: base in layers with a window, which then have no scaling; None means
+            ``rope_base``, with scaling.
+        window: a position attends to this many positions, itself and those before it; None means
+            all. A sequence has one for each layer.
         attention_scale: of the scores; None is ``head_dim ** -0.5``.
         attention_softcap: c of ``c tanh(scores / c)``; None is no cap.
         logit_softcap: c of ``c tanh(logits / c)``; None is no cap.
-        embedding_dropout: probability behind the embedding.
-        residual_dropout: probability before every residual sum.
-        attention_dropout: probability of leaving out a weight of attention.
-        moe: of the feed-forward blocks with experts; None is none. Its ``dim`` is that of the
-            model, whose ``init_std``, ``device``, ``dtype`` and ``recipe`` count, and whose norm
-            stands before the experts. The extra outputs that it asks for are those of the layers in
-            order, but for ``aux_loss``: of :func:`decoder_lm` that is one last extra output, the
+        embedding_dropout: probability of dropout after the embedding.
+        residual_dropout: probability of dropout before every residual sum.
+        attention_dropout: probability of dropping a weight of attention.
+        moe: of the feed-forward blocks with experts; None means no experts. Its ``dim`` is that of
+            the model; ``init_std``, ``device``, ``dtype``, ``recipe`` and the norm before the
+            experts are those of the model. Its extra outputs are returned in the order of the
+            layers, except for ``aux_loss``: :func:`decoder_lm` returns one last extra output, the
             load-balancing loss of all layers together.
-        moe_layers: numbers of the layers with experts; None is all.
-        router_aux_loss_coef: what the load-balancing loss of all layers together is multiplied by
-            before :func:`decoder_lm` adds it to its loss; see :class:`opfuser.LoadBalancingLoss`.
-            Its channels reach into layers that carry hooks, as after ``fully_shard`` of each, but
-            not into other modules around layers, such as those of ``checkpoint_wrapper``.
+        moe_layers: numbers of the layers with experts; None means all.
+        router_aux_loss_coef: factor of the load-balancing loss of all layers together, which
+            :func:`decoder_lm` adds to its loss; see :class:`opfuser.LoadBalancingLoss`. Its
+            channels reach into layers that have hooks, such as after ``fully_shard``, but not into
+            other modules around layers, such as ``checkpoint_wrapper``.
 
     Raises:
-        ArgumentError: a size is not positive, the heads do not divide as needed, a name is none of
-            those above, a probability is outside of [0, 1], layers or losses of experts do not go
-            with the rest, or ``recipe`` is neither None nor a recipe.
+        ArgumentError: a size is not positive, numbers of heads or features do not divide as needed,
+            a name is not one of the above, a probability is outside of [0, 1], layers or losses of
+            experts do not match the other fields, or ``recipe`` is neither None nor a recipe.
     """
 
     vocab_size: int
@@ -188,7 +190,7 @@ class DecoderConfig:
 
     def _wrong_of_experts(self) -> tuple[str, list[str]] | None:
         if self.moe is None and (self.moe_layers is not None or self.router_aux_loss_coef):
-            return "What is said of experts must go with moe", _OF_EXPERTS
+            return "Fields about experts need moe", _OF_EXPERTS
         if self.moe is not None and self.moe.dim != self.dim:
             return "moe.dim must be dim", ["moe", "dim"]
         if not {*(self.moe_layers or ())} <= {*range(self.num_layers)}:
@@ -197,22 +199,22 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: Any, **changes: Any) -> DecoderConfig:
-        """The configuration of the same model in Hugging Face's transformers.
+        """Converts a configuration of Hugging Face transformers.
 
-        ``opfuser.models.load_hf`` then takes its weights over. transformers need not be installed:
-        only attributes are read.
+        ``opfuser.models.load_hf`` then loads its weights. transformers need not be installed: only
+        attributes are read.
 
         Args:
-            config: a ``PreTrainedConfig``, or what has its attributes; of ``model_type`` gemma,
-                gemma2, gemma3_text, gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 or
-                qwen3_moe.
-            **changes: attributes of the result, such as ``dtype``, which is not taken over; and
-                ``router_aux_loss_coef``, which is taken over from a configuration with
-                ``output_router_logits``, as transformers adds the loss in this case only.
+            config: a ``PreTrainedConfig``, or an object with its attributes; of ``model_type``
+                gemma, gemma2, gemma3_text, gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3
+                or qwen3_moe.
+            **changes: attributes of the result, such as ``dtype``, which is not read from the
+                configuration. ``router_aux_loss_coef`` is read only if the configuration has
+                ``output_router_logits``, because transformers only then adds the loss.
 
         Raises:
-            NotSupportedError: a model of another type, or with a feature that there is no
-                attribute for here.
+            NotSupportedError: a model of another type, or with a feature that this class has no
+                attribute for.
         """
         return cls(**{**decoder_arguments(config), **changes})
 

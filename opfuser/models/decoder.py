@@ -87,14 +87,14 @@ def attention_block(config: DecoderConfig, layer: int = 0) -> Sequential:
 
     Causal and with rotary positions, unless the configuration says otherwise.
 
-    With ``config.qk_norm``, queries and keys are normalised before they are rotated.
+    With ``config.qk_norm``, queries and keys are normalized before they are rotated.
 
     Shapes: x and y ``(batch, sequence, dim)``; qkv is packed, queries first, then keys, then
     values.
 
     Args:
         config: of the model.
-        layer: which layer's it is, since windows may differ.
+        layer: number of its layer, because windows may differ.
     """
     window = config.windows[layer]
     heads, kv_heads, size = config.num_heads, config.key_heads, config.head_features
@@ -134,8 +134,8 @@ def attention_block(config: DecoderConfig, layer: int = 0) -> Sequential:
 def mlp_block(config: DecoderConfig) -> Sequential:
     """Feed-forward block: ``y = x + down(activation(up(norm(x))))``.
 
-    Shapes: x and y ``(..., dim)``. Of a gated activation one weight ``(2 ffn_dim, dim)`` holds gate
-    and up, gate first.
+    Shapes: x and y ``(..., dim)``. With a gated activation, one weight ``(2 ffn_dim, dim)`` holds
+    gate and up, gate first.
 
     Args:
         config: of the model.
@@ -151,7 +151,7 @@ def mlp_block(config: DecoderConfig) -> Sequential:
 def swiglu_block(config: DecoderConfig) -> Sequential:
     """Gated feed-forward block: ``y = x + down(silu(gate(norm(x))) * up(norm(x)))``.
 
-    As :func:`mlp_block`, with this activation whatever ``config.activation`` is.
+    Like :func:`mlp_block`, but always with this activation.
 
     Args:
         config: of the model.
@@ -175,12 +175,12 @@ def _experts_block(config: DecoderConfig, moe: MoEConfig) -> Sequential:
 def decoder_layer(config: DecoderConfig, layer: int = 0) -> Sequential:
     """An attention block and a feed-forward block, named ``attention`` and ``mlp``.
 
-    The second has experts, as :func:`moe_block`, where ``config.moe`` and ``config.moe_layers`` say
-    so.
+    The second has experts, as in :func:`moe_block`, according to ``config.moe`` and
+    ``config.moe_layers``.
 
     Args:
         config: of the model.
-        layer: which layer it is, since windows and feed-forward blocks may differ.
+        layer: number of the layer, because windows and feed-forward blocks may differ.
     """
     inside = replace(config, recipe=None)
     if config.moe is not None and layer in config.expert_layers:
@@ -245,10 +245,10 @@ def _balanced_layers(
 def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
     """A decoder language model, as one Sequential.
 
-    Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``; where
-    the configuration asks for them ``scale``, ``positions`` and ``dropout`` behind the embedding,
-    ``softcap`` behind the head, and ``balance`` at the end of a model without a loss. Their
-    operations form one group: fusions apply across the borders of blocks and layers.
+    Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``;
+    depending on the configuration, ``scale``, ``positions`` and ``dropout`` after the embedding,
+    ``softcap`` after the head, and ``balance`` at the end of a model without a loss. Their
+    operations form one group: fusions apply across blocks and layers.
 
     Args:
         config: sizes of the model.
@@ -262,7 +262,7 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
         ``model[:-1]`` of a model with a loss is the same model without one. Extra outputs that
         ``config.moe`` asks for follow. Padding is told to routers by
         ``op_kwargs=router_kwargs(model, mask=mask)``, with a mask (batch, sequence) of bool that is
-        True for what is no padding.
+        True where there is no padding.
     """
     modules = _embedding(config)
     head = _linear(config, config.dim, config.vocab_size, bias=False)

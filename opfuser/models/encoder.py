@@ -41,8 +41,8 @@ class EncoderConfig:
         norm_eps: added to the variance in every LayerNorm.
         norm_first: as in :class:`DecoderConfig`.
         padding_idx: a row of the token table that gets no gradient; None is none.
-        dropout: probability behind the embedding, and before every residual sum.
-        attention_dropout: probability of leaving out a weight of attention.
+        dropout: probability of dropout after the embedding, and before every residual sum.
+        attention_dropout: probability of dropping a weight of attention.
         init_std: standard deviation of the initial weights, as in :class:`DecoderConfig`.
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
@@ -78,12 +78,12 @@ class EncoderConfig:
         """As :meth:`DecoderConfig.from_hf`, of ``model_type`` bert.
 
         Args:
-            config: a ``PreTrainedConfig``, or what has its attributes.
+            config: a ``PreTrainedConfig``, or an object with its attributes.
             **changes: attributes of the result.
 
         Raises:
-            NotSupportedError: a model of another type, or with a feature that there is no
-                attribute for here.
+            NotSupportedError: a model of another type, or with a feature that this class has no
+                attribute for.
         """
         return cls(**{**encoder_arguments(config), **changes})
 
@@ -113,7 +113,7 @@ def text_encoder(config: EncoderConfig) -> Sequential:
         ``model(tokens, types)``: the hidden states ``(batch, sequence, dim)``. Both are
         ``(batch, sequence)`` of int32 or int64. A padded batch also takes
         ``op_kwargs=attention_kwargs(model, mask=mask)``, where ``mask`` is ``(batch, sequence)``
-        of bool, True for what is no padding.
+        of bool, True where there is no padding.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
     Understanding", 2018, arXiv 1810.04805.
@@ -142,7 +142,7 @@ def attention_kwargs(model: nn.Module, **keywords: Any) -> Mapping[nn.Module, di
     """The ``op_kwargs`` that pass the same keywords, such as ``mask``, to every attention.
 
     Args:
-        model: the Sequential that is called with them.
+        model: the Sequential to call with them.
         **keywords: of a call of :class:`opfuser.DotProductAttention`.
     """
     found = (op for op in model.modules() if isinstance(op, DotProductAttention))

@@ -58,47 +58,47 @@ def generate(  # noqa: PLR0913 - by keyword
     static_cache: bool = False,
     step: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Continues each prompt by ``max_new_tokens`` tokens.
+    """Generates ``max_new_tokens`` tokens after each prompt.
 
-    The next token is the one with the largest logit, or is drawn from
-    ``softmax(logits / temperature)``, as far as ``top_k`` and, of what that leaves, ``top_p`` let
-    it, in fp32. Each attention has an :class:`opfuser.KVCache`. The tokens are those of Hugging
-    Face's ``generate`` with the same arguments, with the same seed of torch also if drawn; there
-    ``top_k`` may default to 50.
+    The next token is the one with the largest logit, or is drawn from ``softmax(logits /
+    temperature)``, restricted by ``top_k`` and then by ``top_p``, in fp32. Each attention has an
+    :class:`opfuser.KVCache`. The tokens are those of Hugging Face's ``generate`` with the same
+    arguments, and if drawn, with the same seed of torch; there, ``top_k`` may default to 50.
 
-    The model runs in the mode that it is in: call ``model.eval()`` first if it has dropout. Its
-    parts are called, and no hooks of the whole. Nothing waits for a GPU but the check for
-    ``eos_token_id``, once for each token, and that of ``mask``, once.
+    The model runs in its current mode: call ``model.eval()`` first if it has dropout. The model's
+    parts are called, so hooks of the whole model do not run. The host waits for a GPU only for the
+    check for ``eos_token_id``, once per token, and for that of ``mask``, once.
 
-    Shapes: tokens ``(batch, prompt)``, int32 or int64; the result
-    ``(batch, prompt + max_new_tokens)``, of the same dtype; less if all sequences end before.
+    Shapes: tokens ``(batch, prompt)``, int32 or int64; the result ``(batch, prompt +
+    max_new_tokens)``, of the same dtype; shorter if all sequences end before.
 
     Args:
-        model: of :func:`decoder_lm`, with or without a loss.
+        model: from :func:`decoder_lm`, with or without a loss.
         tokens: the prompts.
         max_new_tokens: 1 or more.
         do_sample: whether tokens are drawn.
         temperature: positive; below 1 the likely tokens become more likely.
-        top_k: draw from so many of the most likely tokens, and those as likely as the last of
-            them; None is all.
+        top_k: draw from this many of the most likely tokens, and any that are as likely as the last
+            of them; None means all.
         top_p: draw from the fewest most likely tokens whose probabilities sum to ``top_p`` or more
-            (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019); None is all.
-        eos_token_id: a sequence ends with this token, or with one of these; None is none.
-        pad_token_id: what follows the end of a sequence in a batch with longer ones; None is the
-            first of ``eos_token_id``.
-        mask: ``(batch, prompt)`` of bool, True for what is no padding. Padding is on the left:
-            positions are counted from the first token that is none. None is no padding.
-        generator: of the random numbers; None is that of the device.
-        static_cache: whether memory for all positions is allocated at once, so that every token has
-            the same shapes.
-        step: is called instead of the model for each token after the prompt, with the tokens
-            ``(batch, 1)`` and ``op_kwargs``, and returns logits: with ``static_cache``,
-            ``torch.compile(model, fullgraph=True)`` of a model without a loss. It is compiled once,
-            also for later calls with as many sequences and positions.
+            (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019); None means all.
+        eos_token_id: a sequence ends with this token, or with one of these; None means that none
+            ends.
+        pad_token_id: the token after the end of a sequence in a batch with longer ones; None means
+            the first of ``eos_token_id``.
+        mask: ``(batch, prompt)`` of bool, True where there is no padding. Padding is on the left:
+            positions count from the first real token. None means no padding.
+        generator: of the random numbers; None means that of the device.
+        static_cache: whether memory for all positions is allocated at the start, so that every
+            token has the same shapes.
+        step: a function to call instead of the model for each token after the prompt, with the
+            tokens ``(batch, 1)`` and ``op_kwargs``, and returns logits: with ``static_cache``,
+            ``torch.compile(model, fullgraph=True)`` of a model without a loss. Later calls with as
+            many sequences and positions do not compile again.
 
     Raises:
-        ArgumentError: the model is none of :func:`decoder_lm`, not causal, or has fewer learned
-            positions than are read; or another argument is not as above.
+        ArgumentError: the model is not from :func:`decoder_lm`, not causal, or has too few learned
+            positions; or another argument is not as above.
         InputError: the tokens or the mask are not as above.
     """
     sampling = _sampling(do_sample, temperature, top_k, top_p)

@@ -75,23 +75,22 @@ class _Entry(NamedTuple):
 
 
 def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
-    """Sets the parameters of a model to those of a checkpoint of Hugging Face's transformers.
+    """Loads a checkpoint of Hugging Face transformers into the parameters of a model.
 
-    The model is one of :func:`decoder_lm`, made with ``DecoderConfig.from_hf(config)``, or of
-    :func:`text_encoder`, made with ``EncoderConfig.from_hf(config)``. Values are
-    copied, and cast to the dtype and moved to the device of the parameters. One parameter is packed
-    at a time, so that a checkpoint may be larger than what is left of the memory.
+    The model comes from :func:`decoder_lm` with ``DecoderConfig.from_hf(config)``, or from
+    :func:`text_encoder` with ``EncoderConfig.from_hf(config)``. Values are copied to the dtype and
+    device of the parameters. One parameter is packed at a time, so a checkpoint may be larger than
+    the free memory.
 
     Args:
         model: with or without a loss.
-        state_dict: by the names of the causal language model, or of the model inside of it, which
-            has no prefix and no head. A tied head may be missing. Heads and poolers of encoders
-            are left out. Experts may be in one tensor, or in one for each, as in transformers 4.
+        state_dict: with the names of the causal language model, or of its base model, without a
+            prefix and a head. A tied head may be missing. Heads and poolers of encoders are
+            ignored. Experts may be in one tensor, or in one tensor each, as in transformers 4.
 
     Raises:
-        ArgumentError: a tensor is missing, superfluous or of another shape, a head is given that
-            differs from the token table to which it is tied, or the model is of
-            another kind. Nothing is changed then.
+        ArgumentError: a tensor is missing, unexpected or of another shape, a tied head differs from
+            the token table, or the model is of another kind. Nothing is changed then.
     """
     names = _names(model)
     if names is VIT and any("encoder.layer." in key for key in state_dict):
@@ -118,18 +117,18 @@ def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
 
 
 def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
-    """Copies of the parameters of a model, by their names in Hugging Face's transformers.
+    """Copies of the parameters of a model, by their names in Hugging Face transformers.
 
     ``hf_model.load_state_dict(hf_state_dict(model))`` and ``hf_model.save_pretrained(path)`` write
-    a checkpoint of what was trained here.
+    a checkpoint of the trained model.
 
     Args:
-        model: one of :func:`decoder_lm`, with or without a loss, or of :func:`text_encoder`.
+        model: from :func:`decoder_lm`, with or without a loss, or :func:`text_encoder`.
 
     Returns:
-        Tensors by the names of the causal language model, or of the encoder without a head, in the
-        shapes of there and the dtypes of here, contiguous; a tied head is the same object as the
-        token table.
+        Contiguous tensors by the names of the causal language model, or of the encoder without a
+        head, with transformers' shapes and this model's dtypes; a tied head is the same object as
+        the token table.
 
     Raises:
         ArgumentError: the model is of another kind.

@@ -43,32 +43,32 @@ class MoEConfig:
     Attributes:
         dim: features of a token.
         ffn_dim: features inside an expert.
-        num_experts: experts.
-        top_k: experts of a token.
+        num_experts: number of experts.
+        top_k: number of experts per token.
         score_function: of the router: "softmax" or "sigmoid".
         norm_topk_prob: whether a token's weights are divided by their sum.
-        scaling_factor: what the weights are multiplied by.
-        score_correction_bias: whether a buffer corrects the scores by which experts are chosen.
-        num_groups: groups of experts, of which ``top_k_groups`` are a token's.
-        top_k_groups: groups that a token's experts may be of.
-        capacity_factor: of the experts, which drop tokens beyond it, as :class:`opfuser.DropTokens`
-            does; None: no token is dropped.
-        input_jitter_eps: of the noise of the router's input in training, as :class:`opfuser.Jitter`
-            makes it; 0 is none. The experts' input has none.
+        scaling_factor: factor of the weights.
+        score_correction_bias: whether a buffer corrects the scores when experts are chosen.
+        num_groups: number of groups of experts, ``top_k_groups`` of which a token uses.
+        top_k_groups: number of groups that a token's experts may come from.
+        capacity_factor: of the experts, which drop tokens beyond it, see
+            :class:`opfuser.DropTokens`; None means that no token is dropped.
+        input_jitter_eps: of the noise on the router's input in training, see
+            :class:`opfuser.Jitter`; 0 means none. The experts' input has no noise.
         aux_loss: whether the load-balancing loss is an extra output.
         z_loss: whether the router's z-loss is an extra output.
         balance_terms: whether the terms of the load-balancing loss are an extra output.
         tokens_per_expert: whether the number of tokens of each expert is an extra output.
-        shared_ffn_dim: features inside the expert that all tokens have besides theirs; 0 is none.
-        shared_gate: whether that expert's output is scaled by a sigmoid of a linear function of the
-            token, as in Qwen2-MoE.
+        shared_ffn_dim: features inside a shared expert for all tokens; 0 means none.
+        shared_gate: whether the sigmoid of a linear function of the token scales the shared
+            expert's output, as in Qwen2-MoE.
         norm_eps: added to the mean square in the RMSNorm.
         init_std: standard deviation of the initial weights.
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
-        recipe: of :mod:`opfuser.recipe`: how the experts' linear operations compute, whatever the
-            region; None leaves it to :class:`opfuser.autocast`. Router and gate stay in high
-            precision with every recipe.
+        recipe: of :mod:`opfuser.recipe`, for the experts' linear operations, regardless of the
+            region; None follows :class:`opfuser.autocast`. Router and gate stay in high precision
+            with every recipe.
 
     Raises:
         ArgumentError: a size is not positive, ``shared_gate`` without a shared expert, or
@@ -116,7 +116,7 @@ class MoEConfig:
 def moe_block(config: MoEConfig) -> Sequential:
     """A mixture of experts after a norm, with its residual: ``y = x + experts(norm(x))``.
 
-    Its modules 1 and 2 are the norm and :func:`experts`, whose extra outputs it has.
+    Its modules 1 and 2 are the norm and :func:`experts`; it has the latter's extra outputs.
 
     Shapes: x and y ``(..., dim)``.
 
@@ -133,14 +133,14 @@ def experts(config: MoEConfig) -> Sequential:
     r"""A mixture of experts: ``y = Σ_j w_j expert_j(x) [+ σ(g · x)] shared(x)``.
 
     The weights w are those of :class:`opfuser.TopKRouter` for the linear function ``router`` of x;
-    the experts are ``down(silu(gate(x)) * up(x))``. ``gate_up.weight`` is
-    ``(num_experts, 2 ffn_dim, dim)``, gates first, and ``down.weight``
-    ``(num_experts, dim, ffn_dim)``. Where there is a shared expert it is ``shared_gate_up`` and
-    ``shared_down``, with ``shared_gate`` before its activation. Weights of experts scale the
-    activation, not the output, which is the same: what comes behind is linear.
+    the experts are ``down(silu(gate(x)) * up(x))``. ``gate_up.weight`` is ``(num_experts, 2
+    ffn_dim, dim)``, gates first, and ``down.weight`` ``(num_experts, dim, ffn_dim)``. A shared
+    expert is ``shared_gate_up`` and ``shared_down``, with ``shared_gate`` before its activation.
+    The routing weights scale the activation instead of the output, which is equivalent, because the
+    operation after it is linear.
 
-    Extra outputs, as far as the configuration asks for them: the tokens of each expert, the
-    load-balancing loss, the z-loss, the terms of the first; see :class:`opfuser.TopKRouter`.
+    Extra outputs, if the configuration enables them: the tokens of each expert, the load-balancing
+    loss, the z-loss, the terms of the load-balancing loss; see :class:`opfuser.TopKRouter`.
 
     Shapes: x and y ``(..., dim)``.
 
@@ -192,7 +192,7 @@ def router_kwargs(model: nn.Module, **keywords: Any) -> Mapping[nn.Module, dict[
     """The ``op_kwargs`` that pass the same keywords, such as ``mask``, to every router.
 
     Args:
-        model: the Sequential that is called with them.
+        model: the Sequential to call with them.
         **keywords: of a call of :class:`opfuser.TopKRouter`.
     """
     found = (op for op in model.modules() if isinstance(op, TopKRouter))

@@ -4,7 +4,7 @@ torch's ``parallelize_module`` does not take them: its styles shard ``torch.nn.L
 ``torch.nn.Embedding`` alone, and have the module compute on DTensors, which are no operands of a
 kernel. And one weight here holds queries, keys and values, or gate and up projection: cut in equal
 pieces, a rank would get queries alone. So modules are replaced by sharded operations, which
-exchange data by process groups. Parameters are DTensors all the same, for optimisers, checkpoints,
+exchange data by process groups. Parameters are DTensors all the same, for optimizers, checkpoints,
 norms of gradients and ``fully_shard``; operations compute with this rank's part.
 """
 
@@ -64,61 +64,62 @@ def parallelize(
     sequence_parallel: bool = True,
     expert_parallel: DeviceMesh | None = None,
 ) -> Model:
-    """``model`` with its layers distributed over the ranks of ``mesh``, each with the same batch.
+    """Distributes the layers of ``model`` over the ranks of ``mesh``, which have the same batch.
 
-    Every rank has a slice of the heads of attention, of the features inside feed-forward blocks,
-    and of the vocabulary, of the embedding, of the head and of the loss (Shoeybi et al.,
-    Megatron-LM, arXiv:1909.08053). With sequence parallelism (Korthikanti et al.,
-    arXiv:2205.05198) it also has a slice of the sequence between the blocks, where it normalises
-    and adds; the sequence must be a multiple of the ranks then. Modules of ``model`` are replaced,
-    and it is returned. Call it before ``fully_shard``, and before there is an optimiser.
+    Every rank has a slice of the attention heads, of the features inside feed-forward blocks, and
+    of the vocabulary in embedding, head and loss (Shoeybi et al., Megatron-LM, arXiv:1909.08053).
+    With sequence parallelism (Korthikanti et al., arXiv:2205.05198), norms and residual sums
+    between the blocks compute a slice of the sequence, whose length must then be a multiple of the
+    number of ranks. Modules of ``model`` are replaced, and it is returned. Call this before
+    ``fully_shard``, and before you construct an optimizer.
 
-    With ``expert_parallel`` the experts of every layer are distributed over the ranks of another
-    mesh, or of the same one: :class:`opfuser.Dispatch` sends tokens to the rank of their experts,
-    :class:`opfuser.Combine` sends the results back. If it is another, or the only one, its ranks
-    have batches of their own, as those of data parallelism: gradients of experts are those of the
-    mean of the ranks' losses, and all else is left as it is, for ``fully_shard`` over all those
+    With ``expert_parallel``, the experts of every layer are distributed over the ranks of another
+    mesh, or of the same one: :class:`opfuser.Dispatch` sends tokens to the ranks of their experts,
+    :class:`opfuser.Combine` sends the results back. If it is another mesh, or the only one, its
+    ranks have different batches, as in data parallelism: gradients of experts are those of the mean
+    of the ranks' losses, and everything else is unchanged, for ``fully_shard`` over all these
     ranks. If it is ``mesh``, each rank routes its slice of the sequence; routers and shared experts
     are replicated.
 
-    Parameters are DTensors over ``mesh``: the values, or on the meta device none, are those of
-    ``model``, which must be the same on every rank. The packed projections to queries, keys and
-    values become one :class:`opfuser.MergedLinear` with the names ``q``, ``k`` and ``v``, those of
-    gated activations one with ``gate`` and ``up``. Gradients of norms, of which each rank sees a
-    part of the rows, are summed over ``mesh`` in backward, those of a group of operations in one
-    collective. Experts keep their names.
+    Parameters are DTensors over ``mesh`` with the values of ``model`` (none on the meta device),
+    which must be the same on every rank. The packed projections to queries, keys and values become
+    a :class:`opfuser.MergedLinear` with the names ``q``, ``k`` and ``v``, those of gated
+    activations one with ``gate`` and ``up``. Each rank sees only some of the rows, so gradients of
+    norms are summed over ``mesh`` in backward, in one collective per group of operations. Experts
+    keep their names.
 
     Args:
-        model: of :func:`opfuser.models.decoder_lm`, or the layers, one layer or one block of it.
-            These take and return, with sequence parallelism, slices of the sequence.
-        mesh: of one dimension; of a mesh with more, ``mesh["tp"]``, and another dimension of it is
-            then for ``fully_shard`` or :func:`opfuser.models.sharding.shard_layers`. None leaves
-            all but experts as it is.
+        model: from :func:`opfuser.models.decoder_lm`, or its layers, one layer or one block. With
+            sequence parallelism, the latter take and return slices of the sequence.
+        mesh: a mesh of one dimension, such as ``mesh["tp"]`` of a larger one, whose other dimension
+            can then be used for ``fully_shard`` or :func:`opfuser.models.sharding.shard_layers`.
+            None changes only experts.
         sequence_parallel: whether to slice the sequence too.
-        expert_parallel: of one dimension, over which experts are distributed; None: they are not.
+        expert_parallel: a mesh of one dimension over which experts are distributed; None: they are
+            not.
 
     Returns:
-        ``model``: with a loss, of which every rank computes the same one; without, each rank's
-        logits are those of its slice of the vocabulary, as ``torch.chunk`` cuts it. The losses of
-        routers are those of this rank's tokens.
+        ``model``. If it has a loss, every rank computes the same one; otherwise each rank's logits
+        are those of its slice of the vocabulary, cut as by ``torch.chunk``. Router losses are those
+        of this rank's tokens.
 
     Raises:
-        ArgumentError: ``mesh`` has several dimensions; heads, key heads, features or experts are no
-            multiple of the ranks; a rank would have no slice of the vocabulary; a module was
-            parallelised before; there is no mesh at all, or ``expert_parallel`` is another mesh
-            than ``mesh``; it is given and ranks have different models, which each of them says.
-        NotSupportedError: an operation that is not known here, experts without ``expert_parallel``
-            for instance; dropout, whose masks would have to agree between ranks in some places and
-            differ in others; weights that are stored as codes; ``accumulate_into_main_grad``;
-            learned positions with sequence parallelism; experts of ``mesh`` without that, or with
-            losses of their routers.
+        ArgumentError: ``mesh`` has several dimensions; heads, key heads, features or experts are
+            not a multiple of the number of ranks; a rank would have no slice of the vocabulary; a
+            module was already parallelized; there is no mesh at all, or both are given and differ;
+            or, with ``expert_parallel``, ranks have different models, which each of them reports.
+        NotSupportedError: an unknown operation, for instance experts without ``expert_parallel``;
+            dropout, whose masks would have to agree between ranks in some places and differ in
+            others; weights stored as codes; ``accumulate_into_main_grad``; learned positions with
+            sequence parallelism; experts over ``mesh`` without sequence parallelism, or with router
+            losses.
     """
     meshes = [m for m in (mesh, expert_parallel) if m is not None]
     for given in meshes:
         _check_mesh(given)
     if not meshes or len({*meshes}) > 1:
         raise ArgumentError.explained(
-            "A model is parallelised over mesh, its experts over the same or alone",
+            "A model is parallelized over mesh, its experts over the same or alone",
             where="parallelize",
             received=f"mesh={mesh}, expert_parallel={expert_parallel}",
             remedy="Pass one mesh, as either argument or as both",
@@ -126,7 +127,7 @@ def parallelize(
     placed = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if placed is not None:
         raise ArgumentError.explained(
-            "A model is parallelised once, and before it is sharded",
+            "A model is parallelized once, and before it is sharded",
             where="parallelize",
             received=f"{placed}, which is a DTensor",
         )
@@ -143,7 +144,7 @@ def parallelize(
 def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
         raise ArgumentError.explained(
-            "A model is parallelised over a mesh of one dimension",
+            "A model is parallelized over a mesh of one dimension",
             where="parallelize",
             received=counted(mesh.ndim, "dimension"),
             remedy='Pass one of them, such as mesh["tp"]',

@@ -34,9 +34,9 @@ class StageTensors(NamedTuple):
 
     Attributes:
         extra_inputs: which of the model's extra inputs its operations read.
-        outputs: how many extra outputs of the model come from the stages before.
-        received: the channels that come from there, in order, behind these outputs.
-        taken: those of them that its operations read.
+        outputs: number of the model's extra outputs that come from previous stages.
+        received: the channels that come from there, in order, after these outputs.
+        taken: the received channels that its operations read.
         given: the channels that its operations feed and later stages read.
         sent: the channels that go to the next stage.
     """
@@ -50,26 +50,26 @@ class StageTensors(NamedTuple):
 
 
 class StageModule(Sequential):
-    """A pipeline stage of a model: some of its modules, under the names that they have there.
+    """A pipeline stage of a model: some of its modules, under their names in the model.
 
-    :func:`split` makes it. It is a Sequential, so that it is planned, fused and sharded as one, and
-    its parameters have the names of the whole model.
+    :func:`split` creates it. It is a Sequential, and is planned, fused and sharded like one; its
+    parameters have the names of the whole model.
 
     Attributes:
-        tensors: what it exchanges with other stages.
+        tensors: the tensors that it exchanges with other stages.
 
     Call:
-        ``stage(input, *received, extra_inputs=(), op_kwargs=None)``. ``received`` is what the stage
-        before returned behind its output, ``extra_inputs`` all that the whole model is called with,
-        of which the stage takes its own; one that takes none needs none. ``op_kwargs`` maps
-        operations of the model to keywords, those of other stages being left out. Returns the
-        output, and behind it, in a tuple, what the next stage takes: the extra outputs of the model
-        so far, and channels that later stages read. Of the last stage they are those of the model.
+        ``stage(input, *received, extra_inputs=(), op_kwargs=None)``. ``received`` is what the
+        previous stage returned after its output; ``extra_inputs`` are all those of the whole model,
+        of which the stage takes its own; a stage that takes none needs none. ``op_kwargs`` maps
+        operations of the model to keywords; those of other stages are ignored. Returns the output
+        and, after it in a tuple, the tensors for the next stage: the extra outputs of the model so
+        far, and channels that later stages read. The last stage returns the model's extra outputs.
 
     Raises:
-        ExtraInputCountError: a call passed fewer extra inputs than the stage takes, or another
-            number of tensors of the stage before than that returns.
-        OpKwargsError: a key of ``op_kwargs`` is no operation.
+        ExtraInputCountError: a call passed fewer extra inputs than the stage takes, or not as many
+            tensors as the previous stage returns.
+        OpKwargsError: a key of ``op_kwargs`` is not an operation.
     """
 
     tensors: StageTensors
@@ -153,11 +153,11 @@ class _WithGradients(torch.autograd.Function):
 
 
 def own_loss(output: Tensor | tuple[Tensor, ...], target: Any) -> Tensor:
-    """The main output of the last stage: the ``loss_fn`` of a model that ends with a loss.
+    """Returns the output of the last stage: the ``loss_fn`` for a model that ends with a loss.
 
     Args:
-        output: what the last stage returns.
-        target: is not read. torch computes losses where ``schedule.step`` is given one.
+        output: the output of the last stage.
+        target: not read, but torch computes losses only if ``schedule.step`` gets one.
     """
     return output[0] if isinstance(output, tuple) else output
 
@@ -171,31 +171,31 @@ class _Unit(NamedTuple):
 
 
 def split(model: Sequential, stages: int | Sequence[str]) -> list[StageModule]:
-    """The pipeline stages of ``model``: its modules, in order, each of them in one stage.
+    """Splits ``model`` into pipeline stages, in order, with each module in one stage.
 
-    They are for ``torch.distributed.pipelining.PipelineStage``. The modules are those of ``model``,
-    not copies: on the meta device, or on a CPU, every process may build the whole model, keep its
-    own stages and drop the others. State dicts of all stages together are that of the model. A
-    model that ends with its loss keeps it, fused with the head; ``loss_fn`` of the schedule is
-    :func:`own_loss` then, and the targets are ``extra_inputs`` of its step.
+    Pass each to ``torch.distributed.pipelining.PipelineStage``. The modules are those of ``model``,
+    not copies: every process can build the whole model on the meta device or a CPU, keep its own
+    stages and drop the others. Together, the stages' state dicts are that of the model. A model
+    that ends with its loss keeps it, fused with the head; then pass :func:`own_loss` as ``loss_fn``
+    of the schedule, and the targets as ``extra_inputs`` of its step.
 
-    Extra outputs go from stage to stage and are those of the last one. So do channels, unless they
-    are private. Blocks hold their residual stream themselves: between two of them it is the one
-    tensor that is sent. Nothing is fused across the border of two stages.
+    Extra outputs are passed from stage to stage, and the last one returns them. Channels are passed
+    too, unless they are private. Between two blocks, only the residual stream is sent. Nothing is
+    fused across the border of two stages.
 
     Args:
-        model: a Sequential, such as of :func:`opfuser.models.decoder_lm`. Recipe, configuration of
-            fusions and replay of the stages are its.
-        stages: the paths of the modules at which the second stage and those behind it begin, such
-            as ``["layers.4", "layers.8.mlp"]``; or the number of stages. Then the model is cut
-            between blocks, and the largest number of parameters in a stage is as small as it can
-            be. Tables of embeddings count nothing: rows are looked up, not multiplied.
+        model: a Sequential, such as from :func:`opfuser.models.decoder_lm`. The stages have its
+            recipe, configuration of fusions and replay mode.
+        stages: the paths of the modules at which the second and later stages begin, such as
+            ``["layers.4", "layers.8.mlp"]``; or the number of stages. With a number, the model is
+            cut between blocks such that the largest number of parameters in a stage is as small as
+            possible. Embedding tables count as zero, because rows are looked up, not multiplied.
 
     Raises:
-        ArgumentError: there are more stages than units, or none; a path is no module of a
-            Sequential, or is out of order; ``model`` carries hooks or has a forward of its own; a
-            parameter would be in two stages, such as that of a tied head.
-        ChannelError: a private channel would cross from stage to stage, as within a Residual.
+        ArgumentError: there are more stages than units, or none; a path is not a module of a
+            Sequential, or is out of order; ``model`` has hooks or its own forward; a parameter
+            would be in two stages, such as that of a tied head.
+        ChannelError: a private channel would cross stages, as inside a Residual.
 
     Source: Huang et al., "GPipe", 2018, arXiv 1811.06965; Narayanan et al., "Efficient Large-Scale
     Language Model Training on GPU Clusters Using Megatron-LM", 2021, arXiv 2104.04473.

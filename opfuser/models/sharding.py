@@ -22,34 +22,35 @@ Model = TypeVar("Model", bound=Sequential)
 
 
 def shard_layers(model: Model, *, expert_mesh: DeviceMesh | None = None, **arguments: Any) -> Model:
-    """Shards the parameters of ``model`` by ``fully_shard``, with each layer as a unit.
+    """Shards the parameters of ``model`` with ``fully_shard``, one unit per layer.
 
     Applies torch's ``fully_shard`` to each module of ``model.layers``, then to ``model``, and
     returns it. A layer, an attention block and a feed-forward block, is planned and fused as
-    before. Between two layers nothing is fused, since torch gathers the parameters of each there:
-    plans say so with the code ``COMMUNICATION``. Channels reach into layers and out of them. What
-    lies in front of the layers and behind them, a tied head too, stays in one group each, with a
-    fused head and loss.
+    before. Nothing is fused across two layers, because torch gathers the parameters of each there:
+    plans say so with the code ``COMMUNICATION``. Channels reach into and out of layers. The
+    operations before and after the layers, including a tied head, form one group each, with a fused
+    head and loss.
 
-    Experts that :func:`opfuser.models.parallel.parallelize` has distributed over ranks with batches
-    of their own are units apart: those of a layer are sharded over ``expert_mesh``, and all else
-    over all ranks. Where they are distributed over all ranks they stay as they are.
+    Experts that :func:`opfuser.models.parallel.parallelize` has distributed over ranks with
+    different batches are separate units: those of a layer are sharded over ``expert_mesh``, and
+    everything else over all ranks. If they are distributed over all ranks, they are not sharded
+    further.
 
     Args:
-        model: of :func:`opfuser.models.decoder_lm`, ``text_encoder`` or ``image_encoder``, or any
-            other Sequential with a Sequential of units named ``layers``. It may be on the meta
-            device: ``to_empty`` and the initial values follow then, as torch describes.
-        expert_mesh: the ranks that have the same experts, another dimension of the mesh that these
-            are distributed over; None: one rank has each.
+        model: from :func:`opfuser.models.decoder_lm`, ``text_encoder`` or ``image_encoder``, or any
+            other Sequential with a Sequential of units named ``layers``. If it is on the meta
+            device, call ``to_empty`` and set the initial values afterwards, as torch documents.
+        expert_mesh: the ranks that have the same experts, another dimension of the mesh over which
+            experts are distributed; None if each expert is on one rank only.
         **arguments: of ``fully_shard``, the same for all units: ``mesh``, ``mp_policy``,
             ``reshard_after_forward`` and so on. Without a mesh all processes share each parameter.
-            ``mp_policy.output_dtype`` is that of the model's output: layers hand on what they
-            compute, which the next one would cast back.
+            ``mp_policy.output_dtype`` applies to the model's output only: between layers, the next
+            one would cast back.
 
     Raises:
-        ArgumentError: there is no Sequential named ``layers`` in ``model``, or a layer has a
-            parameter that is somewhere else, too: torch would make two parameters of it; or the
-            ranks of experts and those of ``expert_mesh`` do not make up those of ``mesh``.
+        ArgumentError: ``model`` has no Sequential named ``layers``; a layer shares a parameter with
+            another module, of which torch would make two; or the ranks of experts and of
+            ``expert_mesh`` do not form ``mesh``.
         NotSupportedError: a weight is stored in FP8, by :func:`opfuser.quantized_model_init`.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter

@@ -23,8 +23,8 @@ class ImageEncoderConfig:
     """Sizes of an encoder of images, and where its parameters live.
 
     Attributes:
-        image_size: rows and columns of an image; one number for both.
-        patch_size: those of a patch, of which each fits a whole number of times.
+        image_size: rows and columns of an image, or one number for both.
+        patch_size: rows and columns of a patch, which divide those of the image.
         dim: features of a patch between the blocks.
         num_layers: pairs of an attention block and a feed-forward block.
         num_heads: heads, each of ``dim / num_heads`` features.
@@ -33,8 +33,8 @@ class ImageEncoderConfig:
         qkv_bias: whether queries, keys and values have a bias.
         activation: of the feed-forward block, as in :class:`DecoderConfig`.
         norm_eps: added to the variance in every LayerNorm.
-        dropout: probability behind the embedding, and before every residual sum.
-        attention_dropout: probability of leaving out a weight of attention.
+        dropout: probability of dropout after the embedding, and before every residual sum.
+        attention_dropout: probability of dropping a weight of attention.
         init_std: standard deviation of the initial weights, as in :class:`DecoderConfig`.
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
@@ -77,23 +77,23 @@ class ImageEncoderConfig:
         """As :meth:`DecoderConfig.from_hf`, of ``model_type`` vit.
 
         Args:
-            config: a ``PreTrainedConfig``, or what has its attributes.
+            config: a ``PreTrainedConfig``, or an object with its attributes.
             **changes: attributes of the result.
 
         Raises:
-            NotSupportedError: a model of another type, or with a feature that there is no
-                attribute for here.
+            NotSupportedError: a model of another type, or with a feature that this class has no
+                attribute for.
         """
         return cls(**{**image_encoder_arguments(config), **changes})
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         (height, width), (rows, cols) = _pair(self.image_size), _pair(self.patch_size)
         return (height // rows) * (width // cols)
 
     def blocks(self) -> DecoderConfig:
-        """The configuration of its blocks, in which there is no vocabulary."""
+        """The configuration of its blocks, without a vocabulary."""
         return encoder_blocks(
             self, vocab_size=1, learned_positions=1 + self.num_patches, qkv_bias=self.qkv_bias
         )

@@ -12,7 +12,7 @@ from ..errors import RecomputationError
 
 
 class Checkpointed:
-    """What was quantised in a part of a model that is computed again.
+    """What was quantized in a part of a model that is computed again.
 
     Attributes:
         region: in which it was entered.
@@ -45,8 +45,8 @@ class Checkpointed:
         if taken <= len(known):
             return known[taken - 1]
         raise RecomputationError.explained(
-            "What a checkpoint computes again makes the calls of its forward",
-            received=f"a quantised tensor after the {len(known)} of the forward",
+            "The recomputation of a checkpoint makes the calls of its forward",
+            received=f"a quantized tensor after the {len(known)} of the forward",
             remedy="Call the same operations in the same order whenever the function of the"
             " checkpoint runs",
         )
@@ -56,7 +56,7 @@ _known: weakref.WeakKeyDictionary[object, Checkpointed] = weakref.WeakKeyDiction
 
 
 def is_any_known() -> bool:
-    """Whether any part that may be computed again was quantised, or is within a region."""
+    """Whether any part that may be computed again was quantized, or is within a region."""
     return bool(_known)
 
 
@@ -83,7 +83,7 @@ def note_scale(state: int, role: int, scale: Tensor) -> None:
 
 
 def forward_of(part: Part) -> Checkpointed | None:
-    """The record of a part that is computed again; None if nothing of it was quantised."""
+    """The record of a part that is computed again; None if nothing of it was quantized."""
     return _known.get(part.key)
 
 

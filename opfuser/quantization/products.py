@@ -1,4 +1,4 @@
-"""Products of quantised operations, and the libraries that compute them."""
+"""Products of quantized operations, and the libraries that compute them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a recipe quantises the operands of a linear operation's GEMMs, and tensors on their way."""
+"""How a recipe quantizes the operands of a linear operation's GEMMs, and tensors on their way."""
 
 # Longer than 500 lines: half of it is OperandQuantizer, one class, whose methods say what every
 # format and scaling does with an operand.
@@ -91,7 +91,7 @@ class QuantizedTensor(NamedTuple):
 
 
 class OperandQuantizer(NamedTuple):
-    """Quantises the operands of one operation, as a recipe says.
+    """Quantizes the operands of one operation, as a recipe says.
 
     Roles are ``"input"`` (T, K), ``"weight"`` (N, K) and ``"grad_output"`` (T, N).
 
@@ -343,8 +343,8 @@ class OperandQuantizer(NamedTuple):
             raise QuantizedWeightError.explained(
                 "A weight does not change within keep_quantized_weights",
                 where=f"{type(self.op).__name__}({self.op.extra_repr()})",
-                received="a weight that was written to since it was quantised",
-                remedy="Leave the block before the optimiser's step",
+                received="a weight that was written to since it was quantized",
+                remedy="Leave the block before the optimizer's step",
             )
         return found.codes
 
@@ -423,7 +423,7 @@ class GroupQuantizer(NamedTuple):
 def scalings(
     quantizers: Sequence[Quantizer], like: Tensor, measure: Callable[..., object]
 ) -> list[Scaling]:
-    """The scalings for a kernel that quantises what it computes, one for each tensor.
+    """The scalings for a kernel that quantizes what it computes, one for each tensor.
 
     Args:
         quantizers: of the tensors.

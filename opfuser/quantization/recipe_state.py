@@ -32,26 +32,28 @@ class ComputedBy(Protocol):
 def init_recipe_state(model: nn.Module, recipe: Recipe) -> None:
     """Creates the scales that a model keeps for a recipe, before any call.
 
-    Those of ``DelayedScaling`` and ``Float8PredictedScaling`` are scales, a history of the largest
-    values, and those of the last call. ``state_dict()`` has them then, so that
-    ``torch.distributed.checkpoint`` finds a place for what a checkpoint has: it reads what the
-    model asks for, and nothing else. Otherwise an operation has them from its first call on; or
-    from its construction, if that happens within :class:`opfuser.autocast` or
-    :func:`opfuser.quantized_model_init`, or once it is in a ``Sequential`` with a recipe.
+    For ``DelayedScaling`` and ``Float8PredictedScaling``, this state is scales, a history of
+    largest values, and the largest values of the last call. ``state_dict()`` then has them, so that
+    ``torch.distributed.checkpoint``, which only reads the keys that a model has, restores them.
+    Otherwise an operation has them from its first call on; or from its construction, if that
+    happens within :class:`opfuser.autocast` or :func:`opfuser.quantized_model_init`; or from when
+    it is in a ``Sequential`` with a recipe.
 
-    Operations that have state keep it. Those that do not compute quantised with the recipe, as
-    their plans say, get none; a ``Sequential`` with a recipe of its own follows that. The first
-    call takes its scales from its values, as without.
+    Operations that have state keep it. Those that the recipe does not quantize, according to their
+    plans, get none; a ``Sequential`` with its own recipe follows that one. The first call still
+    computes scales from its values.
 
-    Of a model to which :func:`opfuser.apply` was applied these are the operations that compute the
-    calls that there were, and the modules whose weights they read have their state.
+    In a model to which :func:`opfuser.apply` was applied, these are the operations that computed
+    its calls so far, and their state belongs to the modules whose weights they read.
 
     Args:
         model: a module that holds operations, or one.
-        recipe: that calls will have, of :mod:`opfuser.recipe`. Others keep nothing.
+        recipe: the recipe of later calls, from :mod:`opfuser.recipe`. Recipes other than the above
+            have no state.
 
     Raises:
-        ArgumentError: ``recipe`` is none; the model was not called since :func:`opfuser.apply`.
+        ArgumentError: ``recipe`` is not a recipe; the model was not called since
+            :func:`opfuser.apply`.
     """
     check_recipe(recipe, "init_recipe_state")
     seen: set[nn.Module] = set()

@@ -1,4 +1,4 @@
-"""What recorded passes that quantise take for granted, besides what plans are made for."""
+"""What recorded passes that quantize take for granted, besides what plans are made for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class QuantizedCalls:
     """Whether calls with a recipe find around them what recorded ones have found.
 
     Recorded passes use scales that are there, and raise largest values. What makes, adapts or
-    learns scales, what a checkpoint computes again or may, what quantises weights once for several
+    learns scales, what a checkpoint computes again or may, what quantizes weights once for several
     calls, and what is watched is left to the program.
 
     Args:
-        ops: whose GEMMs take quantised operands.
+        ops: whose GEMMs take quantized operands.
         recipe: of the calls.
     """
 

@@ -1,4 +1,4 @@
-"""Where calls compute quantised: the region that ``opfuser.autocast`` opens."""
+"""Where calls compute quantized: the region that ``opfuser.autocast`` opens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Region(NamedTuple):
     """What calls follow.
 
     Attributes:
-        recipe: None where nothing is quantised.
+        recipe: None where nothing is quantized.
         group: of the ranks that agree on the largest values, or None.
-        kept: the weights that are quantised once, of ``keep_quantized_weights``, or None.
+        kept: the weights that are quantized once, of ``keep_quantized_weights``, or None.
         quantizes: whether it has a recipe, or one around it has.
         opened_by: the part of a model that was being computed again when it was opened.
     """
@@ -48,7 +48,7 @@ class _OpenRegions:
     """What traced code reads, and is guarded by.
 
     Attributes:
-        count: how many regions are open in the process that quantise, or are within one that does.
+        count: how many regions are open in the process that quantize, or are within one that does.
         changes: how often one was opened or left.
     """
 
@@ -100,7 +100,7 @@ def refuse_to_trace(changes: int) -> bool:
     if recipe is None:
         return True
     raise NotSupportedError.explained(
-        "Quantised compute is not traced by torch.compile",
+        "Quantized compute is not traced by torch.compile",
         received=type(recipe).__name__,
         remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
     )
@@ -140,7 +140,7 @@ def recipe_of_call() -> Recipe | None:
         return None
     if isinstance(region.recipe, DelayedScaling) and in_backward() and computed_again() is None:
         raise RecomputationError.explained(
-            "What is computed again within backward has the scales of its forward",
+            "A recomputation within backward has the scales of its forward",
             received=f"a call in backward with {type(region.recipe).__name__}, by no checkpoint"
             " that is known",
             remedy="Use torch.utils.checkpoint or an autograd.Function, or a recipe that keeps"
@@ -211,20 +211,20 @@ def check_recipe(recipe: object, where: str) -> Recipe:
 class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
     """A region in which linear operations compute in FP8.
 
-    The gradients of what is computed inside are quantised as well, wherever backward is called. On
-    opening the outermost region, the scales of delayed and predicted scaling follow what was seen
-    since the last time. May be used as a decorator.
+    The gradients of operations inside are quantized as well, wherever backward is called. Entering
+    the outermost region updates the scales of delayed and predicted scaling from the values seen
+    since the last time. Also works as a decorator.
 
     Args:
-        enabled: False is a region without quantised compute.
+        enabled: False makes a region without quantized compute.
         calibrating: not supported.
-        recipe: of :mod:`opfuser.recipe`; None is ``DelayedScaling(min_features=2048)``: smaller
+        recipe: of :mod:`opfuser.recipe`; None means ``DelayedScaling(min_features=2048)``: smaller
             linear operations stay in high precision.
-        amax_reduction_group: ranks that agree on the largest values of delayed and predicted
-            scaling; None: each for itself.
+        amax_reduction_group: ranks that share the largest values of delayed and predicted scaling;
+            None: each rank uses its own.
 
     Raises:
-        ArgumentError: ``recipe`` is none.
+        ArgumentError: ``recipe`` is not a recipe.
         NotSupportedError: ``calibrating`` is set.
     """
 
@@ -237,7 +237,7 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
     ) -> None:
         if calibrating:
             raise NotSupportedError.explained(
-                "Scales are taken from calls that compute quantised",
+                "Scales are taken from calls that compute quantized",
                 where=type(self).__name__,
                 received="calibrating=True",
                 remedy="Run some calls with enabled=True",
@@ -272,16 +272,16 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: dist.ProcessGroup | None = None,
 ) -> autocast:
-    """:class:`autocast` with the names that Transformer Engine gave its arguments before.
+    """:class:`autocast` with the former argument names of Transformer Engine.
 
     Args:
-        enabled: as of :class:`autocast`.
-        calibrating: as of :class:`autocast`.
+        enabled: see :class:`autocast`.
+        calibrating: see :class:`autocast`.
         fp8_recipe: its ``recipe``.
         fp8_group: its ``amax_reduction_group``.
 
     Raises:
-        ArgumentError: ``fp8_recipe`` is none.
+        ArgumentError: ``fp8_recipe`` is not a recipe.
         NotSupportedError: ``calibrating`` is set.
     """
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)

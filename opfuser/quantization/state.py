@@ -149,7 +149,7 @@ class QuantizationState(nn.Module):
         return scale
 
     def known_scaling(self, role: str, recipe: DelayedScaling) -> TensorScaling | None:
-        """How the next tensor of the role is quantised; None if there is no scale for it yet.
+        """How the next tensor of the role is quantized; None if there is no scale for it yet.
 
         What is computed again has the scale of its forward, and has been seen by it.
 
@@ -205,7 +205,7 @@ class QuantizationState(nn.Module):
 
     @staticmethod
     def used_scaling(used: Tensor, role: str, dtype: torch.dtype) -> TensorScaling:
-        """How a tensor of the role was quantised, from :meth:`used_scales`; its amax was seen."""
+        """How a tensor of the role was quantized, from :meth:`used_scales`; its amax was seen."""
         number = _NUMBERS[role]
         return TensorScaling(used[number : number + 1], dtype)  # narrow() takes twice as long
 
@@ -214,7 +214,7 @@ class QuantizationState(nn.Module):
         return self._current_parts().scale[_NUMBERS[role]]
 
     def amax_seen(self, role: str) -> Tensor:
-        """(1,): raised by whoever quantises a tensor."""
+        """(1,): raised by whoever quantizes a tensor."""
         return self._current_parts().amax[_NUMBERS[role]]
 
     def _current_parts(self) -> StateParts:

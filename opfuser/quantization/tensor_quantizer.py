@@ -17,7 +17,7 @@ from .state import QuantizationState
 
 
 class TensorQuantizer(NamedTuple):
-    """How an operation quantises one of its tensors: a view of its state, called to quantise.
+    """How an operation quantizes one of its tensors: a view of its state, called to quantize.
 
     Attributes:
         op: the operation.
@@ -52,7 +52,7 @@ class TensorQuantizer(NamedTuple):
         return None if state is None else state.amax_seen(self.role)
 
     def __call__(self, x: Tensor, *, rows: bool = True, cols: bool = True) -> Codes:
-        """Codes of x, (..., C), as the operation would quantise it; raises the amax as it does.
+        """Codes of x, (..., C), as the operation would quantize it; raises the amax as it does.
 
         Args:
             x: in fp32, bf16 or fp16.

@@ -20,15 +20,15 @@ class QuantizationRecord(NamedTuple):
     """What quantization did to one tensor: its range, and how many elements were lost.
 
     Attributes:
-        operation: its path in the model that is watched; else its type and sizes.
+        operation: its path in the watched model, otherwise its type and sizes.
         role: ``"input"``, ``"weight"`` or ``"grad_output"``.
         dtype: of the codes.
-        amax: its largest absolute value; NaN if it holds one.
-        scale: what it was multiplied by; None where blocks have scales of their own.
+        amax: its largest absolute value; NaN if it contains NaN.
+        scale: the factor that it was multiplied by; None if blocks have their own scales.
         limit: the largest value that fits: ``largest / scale``; None as for ``scale``.
-        saturated: elements that were cut off because they round to more than ``limit``.
-        underflowed: elements that became 0 and were not.
-        elements: how many there are.
+        saturated: number of elements that were clipped because they round to more than ``limit``.
+        underflowed: number of nonzero elements that became 0.
+        elements: number of elements.
     """
 
     operation: str
@@ -60,7 +60,7 @@ _watches: list[_Watch] = []
 
 
 def is_watched() -> bool:
-    """Whether somebody wants to be told of quantised tensors."""
+    """Whether somebody wants to be told of quantized tensors."""
     return bool(_watches)
 
 
@@ -78,15 +78,16 @@ def watch_quantization(
         for tensor in sorted(tensors, key=lambda t: t.saturated / t.elements):
             print(tensor)
 
-    A tensor is told again where it is quantised again: a weight in backward. A weight that is
-    stored in FP8 is not quantised, and not told. Operations hand on tensors instead of codes, which
-    are rounded twice, as without fusions. Costs several passes over each tensor, waits for the
-    device, and replays no call. Applies to the whole process; outside of it nothing is counted.
+    A tensor that is quantized again is reported again, such as a weight in backward. A weight that
+    is stored in FP8 is not quantized, and not reported. Operations pass on tensors instead of
+    codes, which are rounded twice, as without fusions. Costs several passes over each tensor, waits
+    for the device, and replays no call. Applies to the whole process; outside of the block nothing
+    is counted.
 
     Args:
-        model: tells the operations' names.
-        callback: is called with each record instead of collecting it. What it raises, the call or
-            backward pass raises.
+        model: names the operations in records.
+        callback: called with each record, instead of collecting it. An error in it is raised by the
+            call or the backward pass.
 
     Yields:
         The list of records, in the order of execution; empty with a callback.

@@ -72,24 +72,25 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """A region in which linear operations are constructed with weights stored only in FP8.
 
-    That takes one byte per element, and a scale per weight, or per 128 x 128 square of one. No copy
-    in high precision exists: :class:`opfuser.optim.MasterWeights` trains them. Those whose
-    features are no multiples of what the recipe asks for, or that compute in fp64, stay as they
-    are, and so does ``GroupedLinear``. Forward reads the codes as they are in a region of a recipe,
-    and dequantises them elsewhere.
+    A weight takes one byte per element, and one scale, or one per 128 x 128 block. There is no copy
+    in high precision: :class:`opfuser.optim.MasterWeights` trains such weights. Operations whose
+    features are not multiples of what the recipe requires, or that compute in fp64, keep their
+    weights in high precision, and so does ``GroupedLinear``. Within a recipe's region, forward
+    reads the codes; elsewhere it dequantizes them.
 
     Args:
-        enabled: False is as outside.
-        recipe: of :mod:`opfuser.recipe`; None is ``DelayedScaling()``. Squares have scales with
-            ``Float8BlockScaling``, whole weights with others: always from the weight itself.
-        preserve_high_precision_init_val: keep initial values, in memory of the host, for
-            ``weight.get_high_precision_init_val()`` and until
-            ``weight.clear_high_precision_init_val()``.
+        enabled: False has no effect.
+        recipe: of :mod:`opfuser.recipe`; None means ``DelayedScaling()``. With
+            ``Float8BlockScaling`` blocks have scales, with other recipes whole weights; they always
+            come from the weight itself.
+        preserve_high_precision_init_val: keep initial values in host memory:
+            ``weight.get_high_precision_init_val()`` returns them,
+            ``weight.clear_high_precision_init_val()`` frees them.
 
     Raises:
-        ArgumentError: ``recipe`` is none.
-        NotSupportedError: ``recipe`` is that of MXFP8 or NVFP4, and ``enabled`` is set: codes by
-            rows and by columns are rounded apart there, or to 4 bits.
+        ArgumentError: ``recipe`` is not a recipe.
+        NotSupportedError: ``recipe`` is that of MXFP8 or NVFP4, and ``enabled`` is set: there,
+            codes by rows and by columns are rounded separately, or to 4 bits.
     """
     recipe = DelayedScaling() if recipe is None else check_recipe(recipe, "quantized_model_init")
     if enabled and not _has_large_blocks(recipe):

@@ -28,7 +28,7 @@ class AttentionFound:
 
     Attributes:
         attention: of the packed heads.
-        steps: what orders, normalises and turns heads before, of all that ``sources`` hold.
+        steps: what orders, normalizes and turns heads before, of all that ``sources`` hold.
         branches: what makes queries, keys and values if they are not packed; empty if they are.
         sources: the outputs of the projections, side by side; of the queries alone if there is a
             memory.
@@ -122,7 +122,7 @@ def attention_of(
     if not is_cross:
         found = _of_one_input(attention, (q, k, u), once)
     elif causal or update is not None or q.steps or k.steps:
-        raise KeptError(computed(core.k, "normalises, turns, caches or hides keys of an input, by"))
+        raise KeptError(computed(core.k, "normalizes, turns, caches or hides keys of an input, by"))
     else:
         (sources, steps), memory = packed([q]), packed([k, u])
         found = AttentionFound(attention, steps, (), sources, *memory, q.tokens, once)
@@ -240,7 +240,7 @@ def _check_keys(core: Core, q: HeadsFound, k: HeadsFound, u: HeadsFound, *, is_o
     ``is_other`` says that keys need not be those of the queries' tokens.
     """
     if u.steps or u.scale != 1:
-        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+        raise KeptError(computed(core.v, "normalizes, turns or scales values by"))
     if k.tokens != u.tokens or q.tokens[0] != k.tokens[0]:
         raise KeptError(computed(core.k, "attends to values of other tokens than the keys', by"))
     if q.tokens != k.tokens and not is_other:

@@ -198,7 +198,7 @@ def tables_of(
         given = [given[0].real, given[0].imag]
     if op.repeated == "halves":
         given = [t[..., : t.shape[-1] // 2] for t in given]
-    elif op.repeated == "neighbours":
+    elif op.repeated == "neighbors":
         given = [t[..., ::2] for t in given]
     if op.backwards:
         given[1] = -given[1]

@@ -41,7 +41,7 @@ def _constant_sizes(module: nn.Module) -> frozenset[int]:
     """The sizes of a module's parameters and buffers, which do not differ between calls."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(map(is_lazy, tensors)):
-        raise NotNowError("has parameters that are not initialised")
+        raise NotNowError("has parameters that are not initialized")
     return frozenset((0, 1)).union(*(t.shape for t in tensors))
 
 

@@ -46,7 +46,7 @@ class _Construction(Built):
     Args:
         reading: what was read.
         module: whose parameters and children it has.
-        checks: as of :func:`build`.
+        checks: see :func:`build`.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module, *, checks: bool) -> None:
@@ -169,11 +169,11 @@ class _Construction(Built):
 
     def norm(self, op: read.Norm) -> list[nn.Module]:
         kind: type[basic.LayerNorm | basic.RMSNorm]
-        kind = basic.LayerNorm if op.centred else basic.RMSNorm
-        zero_centred = op.zero_centred_weight
-        made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
+        kind = basic.LayerNorm if op.centered else basic.RMSNorm
+        zero_centered = op.zero_centered_weight
+        made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centered, device="meta")
         made.weight_is_cast = op.weight_is_cast
-        if op.centred:
+        if op.centered:
             self.aliased(made, bias=op.bias)
         return self.normed(made, weight=op.weight)
 
@@ -231,8 +231,8 @@ class _Construction(Built):
         return made
 
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
-        heads, zero_centred = op.heads, op.zero_centred_weight
-        if op.centred:
+        heads, zero_centered = op.heads, op.zero_centered_weight
+        if op.centered:
             weights = {"q_weight": op.q_weight, "k_weight": op.k_weight}
             return self.aliased(HeadLayerNorm(op), **weights, q_bias=op.q_bias, k_bias=op.k_bias)
         made = basic.QKNorm(
@@ -240,7 +240,7 @@ class _Construction(Built):
             heads.size,
             num_kv_heads=heads.keys,
             eps=op.eps,
-            zero_centered_gamma=zero_centred,
+            zero_centered_gamma=zero_centered,
             device="meta",
         )
         made.weight_is_cast = op.weight_is_cast

@@ -68,7 +68,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     they are the weights of attention.
 
     Raises:
-        KeptError: an operation is not explained, or the result is no tensor.
+        KeptError: an operation is not explained, or the result is not a tensor.
     """
     outputs = dataflow.outputs
     if not outputs:

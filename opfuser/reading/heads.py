@@ -117,10 +117,10 @@ def heads_of(
             columns = _columns(ordered, sources, length or ordered.shape[2])
             whole = HeadsFound(sources, inputs, tokens, columns, tuple(steps[::-1]), scale)
             if whole.order and len(steps) > 1:
-                raise KeptError(computed(v, "normalises heads, and turns their last entries by"))
+                raise KeptError(computed(v, "normalizes heads, and turns their last entries by"))
             return replace(whole, columns=columns[:, list(whole.order)]) if whole.order else whole
         if not _are_rows(places, found.norm.shape):
-            raise KeptError(computed(sources[0], "normalises other than single heads by"))
+            raise KeptError(computed(sources[0], "normalizes other than single heads by"))
         steps.append(found.norm)
         v = found.x
 
@@ -246,7 +246,7 @@ def _turn_of(
 
 
 def _in_order(turn: Turn, columns: list[int]) -> Turn:
-    """The turn with the entries that do as neighbours, if they are neighbours in memory.
+    """The turn with the entries that do as neighbors, if they are neighbors in memory.
 
     Args:
         turn: with all entries of a head in order, those that turn first.
@@ -254,10 +254,10 @@ def _in_order(turn: Turn, columns: list[int]) -> Turn:
     """
     half, order = turn.size // 2, turn.order
     pairs = zip(order[:half], order[half : turn.size])
-    neighbours = tuple(entry for pair in pairs for entry in pair)
-    steps = {columns[b] - columns[a] for a, b in itertools.pairwise(neighbours)}
+    neighbors = tuple(entry for pair in pairs for entry in pair)
+    steps = {columns[b] - columns[a] for a, b in itertools.pairwise(neighbors)}
     if not turn.interleaved and half > 1 and steps == {1}:
-        turn, order = turn._replace(interleaved=True), neighbours + order[turn.size :]
+        turn, order = turn._replace(interleaved=True), neighbors + order[turn.size :]
     return turn._replace(order=() if order == tuple(range(len(order))) else order)
 
 
@@ -299,7 +299,7 @@ def _repetitions(table: Value, form: str) -> Iterator[tuple[int, str]]:
         return
     if not table.meta.is_complex() and size % 2 == 0:
         yield size // 2, "halves"
-        yield size // 2, "neighbours"
+        yield size // 2, "neighbors"
     yield size, "once"
 
 
@@ -312,7 +312,7 @@ def _tables_of(angles: Tensor, repeated: str, is_complex: bool) -> list[Tensor]:
         return [torch.cat([angles.sin(), angles.cos()], -1)]
     if repeated == "halves":
         angles = torch.cat([angles, angles], -1)
-    elif repeated == "neighbours":
+    elif repeated == "neighbors":
         angles = angles.repeat_interleave(2, -1)
     return [angles.cos(), angles.sin()]
 

@@ -73,7 +73,7 @@ def latent_heads(
     if k.tokens[1] not in (tokens[1], length):
         raise KeptError(computed(core.k, "attends to some of what its cache returns, by"))
     if k.steps:
-        raise KeptError(computed(core.k, "normalises or turns what its cache returns, by"))
+        raise KeptError(computed(core.k, "normalizes or turns what its cache returns, by"))
     if any(given.shape != (tokens[0], 1, tokens[1], given.shape[-1]) for given in update.args):
         raise KeptError("has a cache keep other tokens than its queries, or several heads")
     if len({given.meta.dtype for given in update.args}) > 1:

@@ -14,7 +14,7 @@ from .values import Values
 
 
 class NormFound(NamedTuple):
-    """A norm, what it normalises, and a factor behind it."""
+    """A norm, what it normalizes, and a factor behind it."""
 
     norm: Norm
     x: Value
@@ -33,7 +33,7 @@ def norm_of(values: Values, v: Value, base: Value | None) -> NormFound | None:
             if vector is None or vector.shape != v.shape[-1:]:
                 continue
             found = norm_of(values, inner, base)
-            if found and found.norm.centred and found.norm.bias is None and found.factor == 1:
+            if found and found.norm.centered and found.norm.bias is None and found.factor == 1:
                 norm = replace(found.norm, bias=vector.name)
                 return NormFound(norm, found.x, 1.0)
         return None
@@ -69,13 +69,13 @@ def _norm_by_formula(values: Values, product: Product) -> NormFound | None:
     found = _mean_square(values, args[0])
     if found is None:
         return None
-    x, centred = found
+    x, centered = found
     # The mean may be subtracted once for the variance and once more for the result.
-    numerators = [v for v in product.values if (_centred(values, v) if centred else v) is x]
+    numerators = [v for v in product.values if (_centered(values, v) if centered else v) is x]
     rest = product.without(*numerators[:1])
     if not numerators or rest is None or len(rest.values) > 1:
         return None
-    norm = Norm(centred, x.shape[-1:], float(args[1]))
+    norm = Norm(centered, x.shape[-1:], float(args[1]))
     if rest.values:
         weight = _weight_of(values, rest.values[0], norm.shape)
         if weight is None:
@@ -95,11 +95,11 @@ def _mean_square(values: Values, v: Value) -> tuple[Value, bool] | None:
     if op != "square":
         return None
     y = values.peel(args[0])
-    x = _centred(values, y)
+    x = _centered(values, y)
     return (y, False) if x is None else (x, True)
 
 
-def _centred(values: Values, y: Value) -> Value | None:
+def _centered(values: Values, y: Value) -> Value | None:
     """The x of a y that is x minus its mean over the last dimension."""
     op, args = values.term(y)
     if op != "sub" or not all(isinstance(a, Value) for a in args):
@@ -116,4 +116,4 @@ def _weight_of(values: Values, v: Value, shape: tuple[int, ...]) -> dict[str, An
     if weight is None or weight.shape != shape:
         return None
     is_cast = not plus_one and values.is_cast(weight)
-    return {"weight": weight.name, "zero_centred_weight": plus_one, "weight_is_cast": is_cast}
+    return {"weight": weight.name, "zero_centered_weight": plus_one, "weight_is_cast": is_cast}

@@ -34,7 +34,7 @@ from .reads import (
     unchanged,
 )
 
-# The effect of a call of a memoised function with other arguments than before.
+# The effect of a call of a memoized function with other arguments than before.
 FILLS_A_CACHE = "fills a cache"
 
 # Objects that are compared by identity: nothing inside them is read that is not noted elsewhere.

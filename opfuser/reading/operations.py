@@ -175,18 +175,18 @@ class Called(Operation):
 
 @dataclass(frozen=True)
 class Norm(Operation):
-    """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x if ``centred``, else 0.
+    """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x if ``centered``, else 0.
 
-    With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1. With
+    With ``zero_centered_weight``, ``1 + w`` stands in place of w; without a weight, 1. With
     ``weight_is_cast``, what is multiplied is a cast or a view of w.
     """
 
-    centred: bool
+    centered: bool
     shape: tuple[int, ...]
     eps: float
     weight: str | None = None
     bias: str | None = None
-    zero_centred_weight: bool = False
+    zero_centered_weight: bool = False
     weight_is_cast: bool = False
 
 
@@ -318,16 +318,16 @@ class Transpose(Operation):
 class HeadNorm(Operation):
     """The norm of each query and each key head, with weights or without.
 
-    It is the root-mean-square norm, or if ``centred``, LayerNorm.
+    It is the root-mean-square norm, or if ``centered``, LayerNorm.
     """
 
     heads: Heads
     eps: float
     q_weight: str | None
     k_weight: str | None
-    zero_centred_weight: bool = False
+    zero_centered_weight: bool = False
     weight_is_cast: bool = False
-    centred: bool = False
+    centered: bool = False
     q_bias: str | None = None
     k_bias: str | None = None
 
@@ -347,11 +347,11 @@ class Rotary(Operation):
     Attributes:
         heads: of the packed input.
         size: entries of a head that turn, from its start.
-        interleaved: whether pairs of neighbours turn, else entry i and entry ``i + size / 2``.
+        interleaved: whether pairs of neighbors turn, else entry i and entry ``i + size / 2``.
         tables: the numbers of the inputs that hold cosine and sine, or rows of buffers that do; one
             if it is complex or holds both.
         repeated: how a table holds an angle twice: ``"halves"`` (the second half repeats the
-            first), ``"neighbours"`` (side by side), or ``"once"``. For the first two the reader
+            first), ``"neighbors"`` (side by side), or ``"once"``. For the first two the reader
             relies on the caller that the repeated entries are equal. Of one table that holds both,
             ``"cosines first"`` or ``"sines first"``.
         backwards: whether heads turn by the negative angles.

@@ -60,14 +60,14 @@ def shared_steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
     """Norms and rotations of queries and keys, which have to be alike."""
     out: list[Operation] = []
     if len(q.steps) != len(k.steps):
-        raise KeptError("normalises or turns queries and keys differently")
+        raise KeptError("normalizes or turns queries and keys differently")
     for ours, theirs in zip(q.steps, k.steps):
         if isinstance(ours, Turn) and ours == theirs:
             out.append(Rotary(heads, *ours[:-1]))
         elif isinstance(ours, Norm) and isinstance(theirs, Norm):
             out.append(_head_norm(ours, theirs, heads))
         else:
-            raise KeptError("normalises or turns queries and keys differently")
+            raise KeptError("normalizes or turns queries and keys differently")
     return out
 
 
@@ -75,8 +75,8 @@ def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
     if not heads.keys:
         raise KeptError("opfuser has no operation for norms of heads beside values of another size")
     alike = replace(q, weight=None, bias=None) == replace(k, weight=None, bias=None)
-    unweighted = q.zero_centred_weight and (q.centred or None in (q.weight, k.weight))
+    unweighted = q.zero_centered_weight and (q.centered or None in (q.weight, k.weight))
     if not alike or unweighted:
         raise KeptError("opfuser has no operation for such norms of queries and keys")
-    how = q.zero_centred_weight, q.weight_is_cast, q.centred
+    how = q.zero_centered_weight, q.weight_is_cast, q.centered
     return HeadNorm(heads, q.eps, q.weight, k.weight, *how, q.bias, k.bias)

@@ -1,4 +1,4 @@
-"""Modules for what is no operation of opfuser."""
+"""Modules for what is not an operation of opfuser."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class HeadLayerNorm(nn.Module):
             self.register_parameter(name, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input, its queries and keys normalised."""
+        """The input, its queries and keys normalized."""
         heads = self.heads
         counts = heads.queries * heads.size, heads.keys * heads.size
         q, k, values = x.split((*counts, heads.keys * heads.value_size), -1)

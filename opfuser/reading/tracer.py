@@ -101,7 +101,7 @@ def trace(
     if any(GLOBAL_HOOKS):
         raise NotNowError("is called while all modules have hooks")
     if caches_parametrizations() and any(map(is_parametrized, module.modules())):
-        raise NotNowError("is called while values of parametrisations are cached")
+        raise NotNowError("is called while values of parametrizations are cached")
     key = call_key(module, args, kwargs)
     sizes = Sizes(key.sizes, key.constants)
     mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)

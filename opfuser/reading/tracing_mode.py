@@ -138,7 +138,7 @@ class TracingMode(TorchFunctionMode):
         if t.device != self.device and not (t.dim() == 0 and t.is_cpu):
             self.keep(f"has tensors on {self.device} and on {t.device}")
         if t.layout != torch.strided or t.is_nested or t.is_quantized:
-            self.keep("has tensors that are sparse, nested or quantised")
+            self.keep("has tensors that are sparse, nested or quantized")
         with torch.inference_mode(False), self.fake:
             meta = torch.empty_strided(
                 t.shape, t.stride(), dtype=t.dtype, device=self.stand_in_device

@@ -50,7 +50,7 @@ class EffectiveSetting(NamedTuple):
     Attributes:
         name, stage: of the fusion.
         setting: ``"enabled"``, ``"min_numel"`` or ``"dtypes"``.
-        value: as of :class:`Setting`.
+        value: see :class:`Setting`.
         origin: what states the value: ``"default"``, the file and the line, a function, a variable.
         glob: of the modules for which it is in force; empty if for all others.
     """

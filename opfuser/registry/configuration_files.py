@@ -49,7 +49,8 @@ def read(
         given_to: the origin of the values of a mapping.
 
     Raises:
-        ConfigError: the file cannot be read; a key, a name, a type or a value is not of the schema.
+        ConfigError: the file cannot be read, or a key, a name, a type or a value does not follow
+            the schema.
     """
     if isinstance(source, FusionConfig):
         return source
@@ -216,10 +217,10 @@ def _mapping(node: _Node, what: str, keys: Iterable[str] | None = None) -> dict[
 
 def _unknown(key: Any, where: str, keys: Iterable[str]) -> str:
     choices = sorted(keys)
-    what = "key" if keys in (_TOP, KEYS, ()) else "name of a fusion"
+    what = "a key" if keys in (_TOP, KEYS, ()) else "the name of a fusion"
     close = difflib.get_close_matches(str(key), choices, n=1)
     remedy = f"Did you mean {close[0]!r}?" if close else f"Choose among: {', '.join(choices)}"
-    text = explain(f"This is no {what}", where=where, received=repr(key))
+    text = explain(f"This is not {what}", where=where, received=repr(key))
     return f"{text} {remedy}" if choices else text
 
 
@@ -258,7 +259,7 @@ def _dtype(node: _Node, what: str) -> torch.dtype:
         close = difflib.get_close_matches(name, _DTYPES, n=1, cutoff=0.4)
         remedy = f"Did you mean {close[0]!r}?" if close else f"Choose among: {', '.join(_DTYPES)}"
         text = explain(
-            "This is no dtype that is computed in", where=node.at(what), received=_shown(node)
+            "No operation computes in this dtype", where=node.at(what), received=_shown(node)
         )
         raise ConfigError(f"{text} {remedy}")
     return _DTYPES[name]

@@ -22,13 +22,13 @@ from .entry_points import PluginInfo, load_all
 class FusionHandle:
     """A registered fusion: remove it, switch it off and on, or use it as a context manager.
 
-    The functions that register a fusion return one. The block of ``with handle:`` ends by removing
-    the fusion.
+    The functions that register a fusion return one. At the end of a ``with handle:`` block, the
+    fusion is removed.
 
     Args:
         name: unique name.
         stage: ``"forward"``, ``"backward"`` or ``"joint"``.
-        function: what is called with a list of operations, or a :class:`Fusion`.
+        function: a function that takes a list of operations, or a :class:`Fusion`.
         origin: ``"opfuser"``, a plug-in's package, or ``"user"``.
     """
 
@@ -55,11 +55,11 @@ class FusionHandle:
 
     @property
     def requires(self) -> Requires:
-        """What the machine and the call must have; nothing for a function."""
+        """What the fusion requires of the machine and the call; nothing for a function."""
         return self.function.requires if isinstance(self.function, Fusion) else Requires()
 
     def switched(self) -> Setting | None:
-        """The switch that turns the fusion on or off; None where configurations decide."""
+        """The switch that turns the fusion on or off; None if configurations decide."""
         switched = registry.switched
         if self.name in switched:
             return self._says(*switched[self.name])
@@ -73,7 +73,7 @@ class FusionHandle:
         return Setting(self.name, "enabled", on, "", by)
 
     def setting(self, place: Place | None = None) -> Setting:
-        """What turns the fusion on or off at a place, without one where no override holds."""
+        """The setting that turns the fusion on or off at a place; None is the general one."""
         switched = self.switched()
         if switched is not None:
             return switched
@@ -81,12 +81,12 @@ class FusionHandle:
         return stated.get("enabled") or self._says(self.by_default, "default")
 
     def disabled_by(self) -> str:
-        """What switched the fusion off; empty if it is on, but for overrides."""
+        """What switched the fusion off; empty if it is on, apart from overrides."""
         found = self.setting()
         return "" if found.value else found.origin
 
     def call(self, ops: Sequence[FusibleOperation], env: Env) -> Sequence[FusibleOperation]:
-        """Calls the function with those of the keywords that its signature accepts."""
+        """Calls the function with the keywords that its signature accepts."""
         offered = {"recipe": env.recipe, "env": env}
         return self.function(list(ops), **{k: offered[k] for k in self._keywords})
 

@@ -18,7 +18,7 @@ class FusionInfo(NamedTuple):
         stage: ``"forward"``, ``"backward"`` or ``"joint"``.
         origin: ``"opfuser"``, the name of the installed package that it is a plug-in of, or
             ``"user"``.
-        requires: what the machine and the call must have.
+        requires: requirements on the machine and the call.
         enabled: whether it is on, but for overrides of a configuration.
         disabled_by: what switched it off; empty if it is on.
     """

@@ -28,10 +28,10 @@ def fusion(
 
     Args:
         stage: ``"forward"``, ``"backward"``, or ``"joint"`` for both passes at once.
-        pattern: operation classes in forward order, as of :class:`Fusion`.
+        pattern: operation classes in forward order, as in :class:`Fusion`.
         name: unique name; by default ``module:qualname`` of the class.
-        refuses: as of :class:`Fusion`.
-        requires: what the machine and the call must have.
+        refuses: see :class:`Fusion`.
+        requires: requirements on the machine and the call.
         prepend: apply it before the fusions registered so far rather than after them.
 
     Raises:
@@ -59,8 +59,8 @@ def register_forward_fusion(
     """Registers a fusion of the forward pass.
 
     Args:
-        func: a :class:`Fusion`, or ``func(ops, *, recipe) -> ops``; called with those of the
-            keywords ``recipe`` and ``env`` that its signature accepts.
+        func: a :class:`Fusion`, or ``func(ops, *, recipe) -> ops``; called with the keywords
+            ``recipe`` and ``env`` if its signature accepts them.
         prepend: apply it before the fusions registered so far rather than after them.
         name: unique name; by default that of the ``Fusion``, or ``module:qualname``.
 
@@ -80,7 +80,7 @@ def register_backward_fusion(
     """Registers a fusion of the backward pass; see :func:`register_forward_fusion`.
 
     Args:
-        func: as there; lists are in forward order, here too.
+        func: as there; lists are in forward order here too.
         prepend: as there.
         name: as there.
 

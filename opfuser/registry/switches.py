@@ -31,7 +31,7 @@ def disable(*names: str) -> _Switch:
     """Switches fusions off; inside ``with``, until the block ends.
 
     Args:
-        *names: of fusions; ``"*"`` for all but those that are switched by their names.
+        *names: of fusions; ``"*"`` for all but those that are switched by name.
 
     Raises:
         UnknownFusionError: no fusion has that name.
@@ -43,7 +43,7 @@ def enable(*names: str) -> _Switch:
     """Switches fusions on; inside ``with``, until the block ends.
 
     Args:
-        *names: of fusions, as of :func:`disable`.
+        *names: of fusions, as in :func:`disable`.
 
     Raises:
         UnknownFusionError: no fusion has that name.
@@ -56,14 +56,16 @@ class fusion_config(_Block):  # noqa: N801 - used as a function
 
     A later configuration has precedence over an earlier one and over the file of
     ``OPFUSER_CONFIG``; that of a Sequential has precedence over all of them. Switches
-    (:func:`disable`, :func:`enable`, their variables and ``handle.enabled``) have the last word on
-    whether a fusion is on.
+    (:func:`disable`, :func:`enable`, their environment variables and ``handle.enabled``) override
+    all configurations.
 
     Args:
-        config: a mapping in the schema ``opfuser.fusions/1``, or the path of a YAML file in it.
+        config: a mapping that follows the schema ``opfuser.fusions/1``, or the path of such a YAML
+            file.
 
     Raises:
-        ConfigError: the file cannot be read; a key, a name, a type or a value is not of the schema.
+        ConfigError: the file cannot be read, or a key, a name, a type or a value does not follow
+            the schema.
     """
 
     def __init__(self, config: FusionConfig | Mapping[str, Any] | str | os.PathLike[str]) -> None:

@@ -97,7 +97,7 @@ def bench(
     tensors = (*target.model.parameters(), *target.inputs)
     if any(t.is_meta for t in tensors) or not target.inputs:
         raise TargetError.explained(
-            "What is timed has data and inputs",
+            "A timed model has data and inputs",
             where=target.name,
             received="tensors of the meta device" if target.inputs else "no inputs",
             remedy=f"Use --device cpu{' or cuda' * torch.cuda.is_available()}"

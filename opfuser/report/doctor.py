@@ -149,6 +149,10 @@ def _attention(dtype: torch.dtype) -> Iterator[Row]:
             yield Row(f"  not {name}", why)
 
 
+# Extras for changing opfuser itself, whose packages no user misses.
+_DEVELOPMENT = {"dev", "docs", "test"}
+
+
 class _Requirement(NamedTuple):
     name: str
     bounds: str
@@ -182,7 +186,8 @@ def _packages() -> Iterator[Row]:
     by_extra: dict[str, list[_Requirement]] = {}
     for requirement in _requirements():
         for extra in requirement.extras:
-            by_extra.setdefault(extra, []).append(requirement)
+            if extra not in _DEVELOPMENT:
+                by_extra.setdefault(extra, []).append(requirement)
     for extra, wanted in by_extra.items():
         found = (
             f"{r.name} {_installed(r.name) or '(not installed)'}"

@@ -62,7 +62,7 @@ def build(
             kind, made = _resolved(library, spec, settings)
             if getattr(made, "quantization_config", None):
                 raise TargetError.explained(
-                    "Quantised weights are read from files, and not built",
+                    "Quantized weights are read from files, and not built",
                     where=spec,
                     received="quantization_config",
                     remedy="Set it to null in the file of --config to see the model without",

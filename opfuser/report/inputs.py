@@ -130,7 +130,7 @@ def named_dtype(name: str) -> torch.dtype:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A remedy that names what ``name`` may stand for; empty if nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=3)
-    return f"Perhaps {' or '.join(near)} is meant" if near else ""
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
 def said(error: BaseException) -> str:

@@ -42,7 +42,7 @@ from .inputs import as_text
 from .target import Target
 
 LOCK, CHECK = "opfuser.lock/1", "opfuser.check/1"
-ALLOW_NONE = "or pass --allow-none if nothing is to be checked"
+ALLOW_NONE = "or pass --allow-none if there is nothing to check"
 
 Counts = dict[str, dict[str, dict[str, int]]]
 

@@ -81,7 +81,7 @@ def _section(
         "counted": ", ".join(map(" ".join, alone.figures)) if alone else "",
         "svg": Markup(picture(plan, own)),
         "tables": list(_tables(view, own)),
-        "entries": [*_quantised(view), *entries],
+        "entries": [*_quantized(view), *entries],
         "text": str(plan),
     }
 
@@ -166,14 +166,14 @@ def _entry(view: PlanView, record: FusionRecord) -> dict[str, Any]:
     }
 
 
-def _quantised(view: PlanView) -> Iterator[dict[str, Any]]:
-    """One entry about quantised compute, if a recipe is active."""
+def _quantized(view: PlanView) -> Iterator[dict[str, Any]]:
+    """One entry about quantized compute, if a recipe is active."""
     plan = view.plan
     if plan.env.recipe is None:
         return
     declined = together((no, at) for at, no in plan.high_precision)
     yield {
-        "name": "quantised compute",
+        "name": "quantized compute",
         "stage": "both passes",
         "status": "matched" if plan.quantized else "refused",
         "outcome": f"operations {joined_numbers(plan.quantized)}"

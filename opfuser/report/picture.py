@@ -232,7 +232,7 @@ class _Picture:
         return ", ".join(told)
 
     def _flow(self, n: int, line: Line, y: float) -> None:
-        """Arrows between neighbours, from the left edge of the line to its right one."""
+        """Arrows between neighbors, from the left edge of the line to its right one."""
         first, last = line.columns[0], line.columns[-1]
         steps = self.layout.steps[n]
         ends: list[int | None] = [None, *line.columns, None]

@@ -1,7 +1,7 @@
 """Launches, traffic and saved bytes of the steps of a plan, as they would be on a GPU.
 
 The model. A step is what its kernels do: each reads the tensors that it is given once, and writes
-its results once. Caches are not modelled: what one kernel writes and the next one reads counts
+its results once. Caches are not modeled: what one kernel writes and the next one reads counts
 twice, and a tensor that is read by two kernels counts twice too. So the traffic of a fusion is
 smaller by exactly the tensors that no longer leave the chip. In particular
 

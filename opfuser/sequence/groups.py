@@ -37,7 +37,7 @@ class Group(NamedTuple):
     callee: OperationFuser | nn.Module
     ops: tuple[BasicOperation, ...]
     split: str
-    """Why it is not fused with its neighbours: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
+    """Why it is not fused with its neighbors: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
 
     def __call__(self, x: Any, extras: Sequence[Tensor], kwargs: Kwargs) -> Any:
         return call(self.callee, x, extras, kwargs)
@@ -48,7 +48,7 @@ class Group(NamedTuple):
         return has_hooks(callee) if self.split == "HOOK" else _split(callee) == "FORWARD"
 
     def fusers(self) -> list[OperationFuser]:
-        """The fusers that calls have gone through; none of a module that is no operation."""
+        """The fusers that calls have gone through; none of a module that is not an operation."""
         callee = self.callee
         if isinstance(callee, OperationFuser):
             return [callee]
@@ -140,7 +140,7 @@ def stretches(
 
 
 def _split(module: nn.Module) -> str:
-    """Why a module is called; empty for an operation that is fused with its neighbours."""
+    """Why a module is called; empty for an operation that is fused with its neighbors."""
     if isinstance(module, FusibleOperation):
         return must_be_called(module)
     if isinstance(module, ModuleSequence):

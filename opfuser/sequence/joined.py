@@ -34,7 +34,7 @@ class _Scanned(NamedTuple):
     """An operation as if there were no borders.
 
     Attributes:
-        place: its index in the plan, or, of what is not in it, that of the operation behind it.
+        place: its index in the plan, or, of what is not in it, that of the operation after it.
         op: the operation; in place of a plain module one that could replace it.
         cut: why a group ends before it, if one does.
         stands_in: why it is not fused, if it is in place of a plain module.

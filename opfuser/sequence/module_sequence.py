@@ -49,12 +49,12 @@ class ModuleSequence(TracedCalls, Tracked):
 
     @property
     def num_extra_outputs(self) -> int:
-        """Number of extra outputs that the caller gets."""
+        """Number of extra outputs that the caller receives."""
         raise NotImplementedError
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was used last, or None before the first call."""
+        """The plan of the last call, or None before the first call."""
         raise NotImplementedError
 
     def overrides_forward(self) -> bool:
@@ -141,7 +141,7 @@ class ModuleSequence(TracedCalls, Tracked):
         """Adds a module at the end.
 
         Raises:
-            ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
+            ArgumentTypeError: ``module`` is not a ``torch.nn.Module``.
         """
         self.add_module(self._next_key(), self._check_module(module))
         return self
@@ -150,7 +150,7 @@ class ModuleSequence(TracedCalls, Tracked):
         """Adds modules at the end.
 
         Raises:
-            ArgumentTypeError: one is no ``torch.nn.Module``; those before it have been added.
+            ArgumentTypeError: one is not a ``torch.nn.Module``; those before it have been added.
         """
         for module in list(modules):
             self.append(module)
@@ -164,7 +164,7 @@ class ModuleSequence(TracedCalls, Tracked):
 
         Raises:
             IndexError: ``index`` is out of range.
-            ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
+            ArgumentTypeError: ``module`` is not a ``torch.nn.Module``.
         """
         self._check_module(module)
         size = len(self._modules)

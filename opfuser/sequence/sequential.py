@@ -58,20 +58,18 @@ class Sequential(ModuleSequence):
     A drop-in for ``torch.nn.Sequential`` with the interface of a Python list. Consecutive
     operations form a group that is planned, fused and differentiated as one; a plain module
     separates groups. The operations of a nested Sequential join the groups of its parent, unless it
-    is of a subclass or carries hooks.
+    is a subclass or has hooks.
 
     Args:
         *args: operations and modules, or one dict from names to them.
-        replay: "off", "on" or "auto": whether its calls are recorded and replayed, see
-            :class:`opfuser.replay`, whatever the program says; None leaves it to the program. The
-            outermost of nested sequences decides.
-        recipe: of quantised compute, for its calls, whatever the region; None leaves it to
+        replay: "off", "on" or "auto": whether its calls are recorded and replayed, regardless of
+            :class:`opfuser.replay`; None follows that. The outermost of nested sequences decides.
+        recipe: of quantized compute, for its calls, regardless of the region; None follows
             :class:`opfuser.autocast`. A nested sequence with a recipe is called, not fused with its
-            neighbours.
-        fusion_config: a configuration of fusions for its operations, as of
-            :class:`opfuser.fusion_config`, over which it has precedence; that of a nested sequence
-            has precedence over that of the outer one. It does not reach Sequentials in plain
-            modules.
+            neighbors.
+        fusion_config: a configuration of fusions for its operations. It has precedence over
+            :class:`opfuser.fusion_config`, and the configuration of a nested sequence over that of
+            the outer one. It does not apply to Sequentials in plain modules.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -80,10 +78,10 @@ class Sequential(ModuleSequence):
         forward.
 
     Raises:
-        ConfigError: ``fusion_config`` is not of its schema, or states an order.
+        ConfigError: ``fusion_config`` does not follow its schema, or states an order.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
-        OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential.
-        ChannelError: a channel lacks a producer, has a late one, or several.
+        OpKwargsError: a key of ``op_kwargs`` is not a basic operation of this Sequential.
+        ChannelError: a channel has no producer, a producer after its reader, or several.
     """
 
     replay: str | None
@@ -296,7 +294,7 @@ class Sequential(ModuleSequence):
 
     @property
     def num_extra_outputs(self) -> int:
-        """Number of extra outputs that the caller gets."""
+        """Number of extra outputs that the caller receives."""
         self._resolve()
         return sum(to_caller for path in self._routes.groups for _, to_caller in path.gives)
 
@@ -312,28 +310,29 @@ class Sequential(ModuleSequence):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        """Runs the operations and modules in order, as the plan for these tensors has fused them.
+        """Runs the operations and modules in order, fused according to the plan for these tensors.
 
-        The plan is looked up, or made if tensors of this kind, these operations and these fusions
-        meet for the first time. Where a gradient is needed, each group of operations is one node of
-        the autograd graph, whose backward follows the plan's backward steps.
+        The plan is looked up in a cache, or made if it is the first for this kind of tensors, these
+        operations and these fusions. If a gradient is needed, each group of operations is one node
+        of the autograd graph, whose backward runs the plan's backward steps.
 
         Args:
-            input: what the first operation or module takes: their pages have shapes and dtypes.
-            *extra_inputs: of all operations that read one from the caller, in operation order.
+            input: the input of the first operation or module, which documents shapes and dtypes.
+            *extra_inputs: the extra inputs of all operations that read one from the caller, in
+                operation order.
             op_kwargs: keyword arguments of the forward of basic operations, by operation or by
                 index in this Sequential; negative indices count from the end.
 
         Returns:
             The output of the last operation or module. If operations return extra outputs to the
-            caller, a tuple of it and them, in operation order.
+            caller, a tuple of the output and these, in operation order.
 
         Raises:
-            ArgumentTypeError: an input or extra input of operations is no tensor.
+            ArgumentTypeError: an input or extra input of operations is not a tensor.
             ExtraInputCountError: more or fewer extra inputs than the operations read.
-            OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential, or it
-                does not take a keyword.
-            ChannelError: a channel lacks a producer, has a late one, or several.
+            OpKwargsError: a key of ``op_kwargs`` is not a basic operation of this Sequential, or
+                the operation does not accept a keyword.
+            ChannelError: a channel has no producer, a producer after its reader, or several.
         """
         if self.recipe is not None and self.recipe is not active_recipe():
             with region_of_call(self.recipe):
@@ -424,17 +423,17 @@ class Sequential(ModuleSequence):
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.
 
-        Nothing is run: the dtypes that operations return are those that they declare
-        (``output_dtype``). A plain module between groups is assumed to return its input's dtype, or
-        that of autocast; ``plan.assumed`` lists this for modules that are not torch's own.
-        :attr:`last_plan` follows what the last call really returned.
+        Nothing runs: operations declare the dtypes that they return (``output_dtype``). A plain
+        module between groups is assumed to return its input's dtype, or the autocast dtype;
+        ``plan.assumed`` lists this for modules that are not torch's own. :attr:`last_plan` reflects
+        what the last call really returned.
 
         Args:
-            input: as of a call; dtype, device and ``requires_grad`` are read, its shape is not.
-            *extra_inputs: as of a call.
+            input: as in a call; dtype, device and ``requires_grad`` are read, the shape is not.
+            *extra_inputs: as in a call.
 
         Raises:
-            ArgumentTypeError: an argument is no tensor, or this Sequential holds no operations.
+            ArgumentTypeError: an argument is not a tensor, or this Sequential holds no operations.
             ExtraInputCountError: more or fewer extra inputs than the operations read.
         """
         for t in (input, *extra_inputs):
@@ -468,7 +467,7 @@ class Sequential(ModuleSequence):
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was used last, or None before the first call."""
+        """The plan of the last call, or None before the first call."""
         plans = [group.last_plans() for group in self._groups]
         plan = join_plans(self._groups, plans, torch.is_grad_enabled())
         return None if plan is None else self._named(plan)
@@ -486,8 +485,8 @@ class Sequential(ModuleSequence):
 def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module that it makes
     """``y = x + ops(x)`` as operations: MakeExtraOutput, ``ops``, AddExtraInput.
 
-    The skip connection is a channel that only this residual sees, so that copies of it, nested and
-    neighbouring residuals do not interfere.
+    The skip connection is a channel that is private to this residual, so copies, nested and
+    neighboring residuals do not interfere.
 
     Args:
         *ops: operations and modules of the branch.

@@ -44,16 +44,16 @@ def check_fusion(
     - It matches ``ops``.
     - Outputs and all gradients are right in every pairing of passes: this fusion on and off, all
       registered fusions of the other pass on and off. A joint fusion is one pairing. The reference
-      is an unfused call in float64; an error may be ``factor`` times that of an unfused call in the
-      same dtype, plus a floor.
+      is an unfused call in float64; the error may be ``factor`` times that of an unfused call in
+      the same dtype, plus a floor.
     - A forward fusion saves what the unfused operations save: their backward reads it.
     - The caller's tensors are not written to; outputs have the same shapes, dtypes and devices, and
       the gradients that ``fuser_backward`` returns have those of their tensors.
     - A fused forward saves nothing without ``ctx.requires_grad``, and no more bytes than the
-      unfused operations, parameters left out, whichever gradients are wanted; unless its class
-      says ``saves_more = True``, or under autocast.
+      unfused operations, not counting parameters, whichever gradients are needed; unless its class
+      sets ``saves_more = True``, or under autocast.
     - Some gradient in ``ctx.needs`` reads each tensor that a joint fusion saves: a warning names
-      the others once all else was found right.
+      the others if everything else is correct.
 
     Each pairing is called as :func:`check_op` calls an operation. The operations are copied first.
     In the first dtype, with this fusion alone:
@@ -63,9 +63,9 @@ def check_fusion(
     - A second call after changes agrees with the unfused operations after the same changes:
       parameters and buffers changed in place; parameters replaced; all numbers among the public
       attributes of the operations, set between the calls and by an operation during forward; each
-      flag. Values with which the unfused operations fail are left out.
-    - An input of another dtype, and everything in another dtype. There a call may fail, but not be
-      wrong.
+      flag. Values with which the unfused operations fail are skipped.
+    - An input of another dtype, and everything in another dtype. Such a call may fail, but must not
+      be wrong.
 
     Args:
         fusion: a registered name or handle, a ``Fusion``, or a fusion function.
@@ -77,14 +77,14 @@ def check_fusion(
         zero_rows, factor, floor: as for :func:`check_op`.
 
     Raises:
-        AssertionError: as of :func:`check_op`, naming the pairing too, and the first step of the
+        AssertionError: see :func:`check_op`, naming the pairing too, and the first step of the
             plan whose results deviate when the steps are run one after the other.
         ArgumentError: ``ops`` do not form one group, the stage is missing, or ``dtypes`` is empty.
         UnknownFusionError: no fusion of that name is registered.
 
     Warns:
-        UnreadTensorWarning: the fusion is right, and saves a tensor that no wanted gradient reads;
-            names the tensor and its bytes.
+        UnreadTensorWarning: the fusion is correct, and saves a tensor that no needed gradient
+            reads; names the tensor and its bytes.
     """
     unread = Unread()
     with _registered(fusion, stage) as handle:

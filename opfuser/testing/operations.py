@@ -33,18 +33,18 @@ def check_op(
 ) -> None:
     """Compares an operation with its ``reference``: outputs and all gradients, in many calls.
 
-    An error may be ``factor`` times the error of ``reference`` in plain torch and the same dtype,
-    plus a floor; errors are differences to ``reference`` in float64. The calls have contiguous,
-    strided and expanded tensors; no rows; incoming gradients of some outputs only; gradients
-    wanted of some tensors only; each with a second backward over the same graph. Checked as well:
-    inputs, parameters and incoming gradients are not written to; results are tuples and lists as
-    documented; shapes, dtypes and devices, also of the gradients that backward returns; forward
-    saves what ``Saved`` declares, and nothing without ``ctx.requires_grad``.
+    The error may be ``factor`` times the error of ``reference`` in plain torch in the same dtype,
+    plus a floor; errors are differences from ``reference`` in float64. Calls have contiguous,
+    strided and expanded tensors; no rows; incoming gradients for some outputs only; gradients
+    needed for some tensors only; each with a second backward over the same graph. It also checks
+    that inputs, parameters and incoming gradients are not written to; that results are tuples and
+    lists as documented; shapes, dtypes and devices, also of the gradients that backward returns;
+    and that forward saves what ``Saved`` declares, and nothing without ``ctx.requires_grad``.
 
     In the first dtype also: a single row, if ``reference`` accepts one; ``no_grad``; eval mode,
     with gradients and in inference mode; and changes between forward and backward: all parameters
     are replaced, and each public attribute is set (a number, flag, string or None, unless setting
-    it raises). The gradients must be those of what forward used.
+    it raises). The gradients must be those of the values that forward used.
 
     The operation is copied first. Random numbers are drawn from the same seed in every call. Inside
     ``torch.autocast`` the operation runs under it, and plain torch runs entirely in its dtype.
@@ -57,19 +57,18 @@ def check_op(
         dtypes: cast parameters and floating-point inputs to each of these in turn; None leaves
             them as they are.
         zero_rows: also call it without rows, unless the input is a single vector. Each tensor whose
-            first dimension is as long as the input's loses all entries. False where an extra input
-            has no rows (the split sizes of ``GroupedLinear``), or the result is not defined (a
-            mean).
-        factor: multiple of plain torch's error that is allowed.
-        floor: allowed besides, relative to the largest magnitude of the tensor (at least 1/16), in
-            every dtype or in each; None is one unit in the last place of the coarsest dtype among
-            the results.
+            first dimension is as long as the input's becomes empty. Use False if an extra input has
+            no rows (the split sizes of ``GroupedLinear``), or the result is not defined (a mean).
+        factor: allowed multiple of plain torch's error.
+        floor: additional allowed error, relative to the largest magnitude of the tensor (at least
+            1/16), for every dtype or by dtype; None means one unit in the last place of the
+            coarsest dtype among the results.
 
     Raises:
-        AssertionError: naming the call, the tensor, its error and the error allowed, and the
-            element that deviates most: its place, its value and those that it is compared with.
+        AssertionError: names the call, the tensor, its error and the allowed error, and the element
+            that deviates most: its position, its value and the reference values.
         ArgumentError: ``dtypes`` is empty.
-        ArgumentTypeError: ``op`` is no basic operation.
+        ArgumentTypeError: ``op`` is not a basic operation.
     """
     if not isinstance(op, BasicOperation):
         raise ArgumentTypeError.explained(

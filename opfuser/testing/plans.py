@@ -22,17 +22,17 @@ def assert_fused(
 ) -> None:
     """Asserts how often fusions occur in the plan of a model, by name and stage.
 
-    ``assert_fused(seq, x, forward={"linear_bias": 2})``. Fusions that are not named may occur or
-    not. :func:`opfuser.require_fusions` is for programs.
+    ``assert_fused(seq, x, forward={"linear_bias": 2})``. Fusions that are not named are not
+    checked. In programs, use :func:`opfuser.require_fusions`.
 
     Args:
         model: a Sequential; a module that holds some; or a plan.
         *inputs: input and extra inputs of a Sequential, to plan for: their dtypes are read, their
-            shapes are not. Without them, the plans that each Sequential inside used last count.
+            shapes are not. Without them, the last plan of each Sequential inside counts.
         forward, backward, joint: number of steps per fusion of that stage.
 
     Raises:
-        AssertionError: another number; with the fusion's reasons and the plan.
+        AssertionError: another number; the message has the fusion's reasons and the plan.
         ArgumentError: there is no plan, because the model has not been called; or no fusion is
             given.
     """
@@ -54,14 +54,14 @@ def assert_fused(
 def assert_not_fused(
     model: nn.Module | Plan, name: str, *inputs: Tensor, code: str | None = None
 ) -> None:
-    """Asserts that a fusion does not occur in the plan of a model, and why.
+    """Asserts that a fusion does not occur in the plan of a model, and optionally why.
 
     Args:
         model: as for :func:`assert_fused`.
         name: name of the fusion.
         *inputs: as for :func:`assert_fused`.
-        code: the reason's code, such as ``"DTYPE"``: that of a refusal, of what stopped the
-            closest match, or of why the fusion was not tried at all.
+        code: the expected reason, such as ``"DTYPE"``: the code of a refusal, of what stopped the
+            closest match, or of why the fusion was not tried.
 
     Raises:
         AssertionError: the fusion occurs, or the reason is another one.

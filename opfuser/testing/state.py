@@ -182,7 +182,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 class _Assigns(Identity):
-    """Sets attributes of the operations behind it during forward.
+    """Sets attributes of the operations after it during forward.
 
     No other plan is made then, so that a fused operation has to read them at every call.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opfuser.applying import Report
 
 from ..reading.families import NanoGPTBlock
-from ..reading.tiny import LENGTH, WIDTH, model_of, randomised
+from ..reading.tiny import LENGTH, WIDTH, model_of, randomized
 
 IDS = torch.tensor([[3, 5, 9, 11, 4, 7, 8], [21, 3, 3, 40, 12, 6, 2]])
 
@@ -35,13 +35,13 @@ class NanoGPT(nn.Module):
 
 def nano_gpt() -> nn.Module:
     torch.manual_seed(0)
-    return randomised(NanoGPT())
+    return randomized(NanoGPT())
 
 
 def encoder() -> nn.Module:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, 0.0, batch_first=True, norm_first=True)
-    return randomised(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    return randomized(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
 
 
 def llama(attention: str = "sdpa", **others: Any) -> nn.Module:

@@ -201,19 +201,19 @@ def spectral_norm(model: Any) -> None:
 
 
 @change
-def a_parametrised_norm(model: Any) -> None:
+def a_parametrized_norm(model: Any) -> None:
     parametrize.register_parametrization(norm(model), "weight", Twice())
 
 
 @change
-def a_parametrisation_removed(model: Any) -> None:
+def a_parametrization_removed(model: Any) -> None:
     parametrize.register_parametrization(norm(model), "weight", Twice())
     step(model)
     parametrize.remove_parametrizations(norm(model), "weight")
 
 
 @change
-def parametrisations_cached(model: Any) -> None:
+def parametrizations_cached(model: Any) -> None:
     parametrize.register_parametrization(norm(model), "weight", Twice())
     with parametrize.cached():
         step(model)

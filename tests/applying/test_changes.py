@@ -110,7 +110,7 @@ def wrap_layer(model: Any) -> None:
     layer.forward = lambda *args, **kwargs: 3 * old(*args, **kwargs)
 
 
-def parametrise(model: Any) -> None:
+def parametrize(model: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(middle(model).mlp.down_proj)
     with torch.no_grad():
         middle(model).mlp.down_proj.parametrizations.weight.original0.mul_(2)
@@ -128,7 +128,7 @@ def widen_norm(model: Any) -> None:
 CHANGES: list[Change] = [
     set_eps, set_configuration, set_function, set_causal, replace_child, replace_parameter,
     replace_dict_of_children, set_data, exchange_class, exchange_class_of_layer, hook_child,
-    hook_layer, hook_gradient, patch_child, wrap_child, wrap_layer, parametrise, tie, widen_norm,
+    hook_layer, hook_gradient, patch_child, wrap_child, wrap_layer, parametrize, tie, widen_norm,
 ]  # fmt: skip
 
 

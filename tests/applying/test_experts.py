@@ -148,7 +148,7 @@ def _factors(count: int) -> list[float]:
 
 
 class Scaled(nn.Module):
-    """Normalised and scaled by what a function keeps."""
+    """Normalized and scaled by what a function keeps."""
 
     def __init__(self) -> None:
         super().__init__()

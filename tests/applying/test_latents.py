@@ -16,7 +16,7 @@ from opfuser.errors import NotSupportedError
 from opfuser.reading.plain_modules import CachedRows
 
 from ..reading.recomputed import kept_in
-from ..reading.tiny import CACHE, config_of, model_of, randomised, transformers
+from ..reading.tiny import CACHE, config_of, model_of, randomized, transformers
 from .models import IDS, assert_equal_steps, paths, step
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
@@ -74,7 +74,7 @@ def test_generated_tokens_are_those_without_apply(family: str, static: bool) -> 
         torch.manual_seed(0)
         config = config_of(family, 0.0)
         config._experts_implementation = "eager"
-        models.append(randomised(transformers.AutoModelForCausalLM.from_config(config)).eval())
+        models.append(randomized(transformers.AutoModelForCausalLM.from_config(config)).eval())
     model, plain = models
     opfuser.apply(model)
     given: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Applied models in regions of quantised compute: their values, and where their scales are."""
+"""Applied models in regions of quantized compute: their values, and where their scales are."""
 
 from __future__ import annotations
 
@@ -267,8 +267,8 @@ def test_steps_are_those_of_layers_by_hand(name: str, recipe: Recipe) -> None:
     model, twin = applied(MODELS[name][0]()), Twin(name)
     got, plain = train(model, range(4), recipe), MODELS[name][0]()
     assert_same(got, twin.train(range(4), recipe))
-    unquantised = train(plain, range(4), recipe)
-    assert not any(torch.equal(a, b) for a, b in zip(got[1:20], unquantised[1:20]))
+    unquantized = train(plain, range(4), recipe)
+    assert not any(torch.equal(a, b) for a, b in zip(got[1:20], unquantized[1:20]))
     for layer in model.model.layers if name == "Llama" else model.transformer.h:
         assert plan_of(layer).high_precision == ()
         assert len(plan_of(layer).quantized) == 4
@@ -486,7 +486,7 @@ def test_apply_once_more_keeps_scales() -> None:
     assert_same(train(model, range(3, 6)), train(other, range(3, 6)))
 
 
-def test_apply_in_a_region_quantises_nothing() -> None:
+def test_apply_in_a_region_quantizes_nothing() -> None:
     model = llama()
     with opfuser.autocast(recipe=DELAYED), opfuser.quantized_model_init(recipe=DELAYED):
         applied(model)
@@ -613,7 +613,7 @@ def test_checkpointing(recipe: Recipe, reentrant: bool) -> None:
 
 
 def test_a_recomputation_that_is_not_known_is_an_error() -> None:
-    """Also at the first call of a kind: the module's own forward would not quantise."""
+    """Also at the first call of a kind: the module's own forward would not quantize."""
 
     def unpack(x: Tensor) -> Tensor:
         with torch.enable_grad(), opfuser.autocast(recipe=DELAYED):
@@ -752,7 +752,7 @@ def test_compiled_calls_are_refused(traced_before: bool) -> None:
     if traced_before:
         compiled(ids(0))
     with (
-        pytest.raises(Exception, match=r"Quantised compute is not traced by torch\.compile"),
+        pytest.raises(Exception, match=r"Quantized compute is not traced by torch\.compile"),
         opfuser.autocast(recipe=DELAYED),
     ):
         compiled(ids(0))

@@ -66,7 +66,7 @@ def test_reasons_name_operation_and_place(kind: Any, reason: str) -> None:
     found = opfuser.apply(model, example=torch.ones(4, 16))
     kept = {entry.path: entry for entry in found.kept}
     assert kept["0"].reason.startswith(reason)
-    assert kept["0.up"].reason == "has nothing to fuse: torch computes it as well"
+    assert kept["0.up"].reason == "has nothing to fuse, so torch computes it"
     assert kept["0.spare"].reason == "has not been called since apply"
     assert [entry.path for entry in found.computed] == ["0.norm"]
     model(torch.ones(4, 16))
@@ -95,7 +95,7 @@ x + (Norm, MergedLinear x2, Gated, Linear)
     Norm
   and 33 modules inside of these
 kept as they are:
-  the model itself, embed_tokens: is called without a floating-point tensor of rows"""
+  the model itself, embed_tokens: has no floating-point input of two or more dimensions"""
 
 
 def test_a_report_reads_well() -> None:

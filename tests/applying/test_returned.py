@@ -17,7 +17,7 @@ from opfuser.applying import report
 
 from ..reading.families import stream
 from ..reading.test_returned import Layer, Weighing
-from ..reading.tiny import CACHE, WIDTH, model_of, randomised
+from ..reading.tiny import CACHE, WIDTH, model_of, randomized
 from .models import IDS, assert_equal_steps, paths, step
 from .test_compiled import Graphs
 
@@ -41,7 +41,7 @@ class Passing(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers of which the first makes a bias for all, and whose weights are penalised."""
+    """Layers of which the first makes a bias for all, and whose weights are penalized."""
 
     def __init__(self, around: Call | None = None) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _step(model: nn.Module, call: Call | None = None) -> list[Tensor]:
 
 def _pair(**how: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    plain = randomised(Stack(**how))
+    plain = randomized(Stack(**how))
     model = copy.deepcopy(plain)
     opfuser.apply(model)
     return model, plain
@@ -176,7 +176,7 @@ def test_under_torch_compile() -> None:
 def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
-    plain = randomised(Passing())
+    plain = randomized(Passing())
     model = copy.deepcopy(plain)
     opfuser.apply(model)
     graphs = Graphs()
@@ -221,7 +221,7 @@ class Detaches(nn.Module):
 @pytest.mark.parametrize("around", [True, False])
 def test_children_are_called_in_the_mode_of_the_module_or_it_is_kept(around: bool) -> None:
     torch.manual_seed(0)
-    plain = randomised(Switches(around))
+    plain = randomized(Switches(around))
     model = copy.deepcopy(plain)
     opfuser.apply(model)
     results = []
@@ -346,7 +346,7 @@ class Caching(nn.Module):
 def test_weights_of_keys_that_a_cache_holds(grad: bool) -> None:
     caches = pytest.importorskip("transformers.cache_utils")
     torch.manual_seed(0)
-    plain = randomised(Caching())
+    plain = randomized(Caching())
     model = copy.deepcopy(plain)
     opfuser.apply(model)
     inputs = [stream(2, length, WIDTH) for length in (7, 7, 1)]
@@ -383,7 +383,7 @@ def test_steps_that_fill_a_cache(name: str) -> None:
 def test_weights_of_attention_under_torch_compile() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
-    plain = randomised(Weighing())
+    plain = randomized(Weighing())
     model = copy.deepcopy(plain)
     opfuser.apply(model)
     graphs = Graphs()
@@ -430,7 +430,7 @@ def test_sizes_and_numbers_of_layers_that_are_returned(what: Any) -> None:
         def forward(self, x: Tensor, cache: Any) -> Any:  # type: ignore[override]
             return x + self.down(torch.relu(self.up(self.norm(x)))), what(self, x)
 
-    plain = [randomised(Numbered(number)) for number in range(2)]
+    plain = [randomized(Numbered(number)) for number in range(2)]
     for layer in plain:
         model = copy.deepcopy(layer)
         opfuser.apply(model)

@@ -68,9 +68,9 @@ class WrittenNorms(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cos(self.rms(torch.sin(self.rms(x))))
-        centred = x - x.mean(-1, keepdim=True)
-        variance = centred.square().mean(-1, keepdim=True)
-        return torch.sin(centred / torch.sqrt(variance + 1e-5) * self.weight + self.bias)
+        centered = x - x.mean(-1, keepdim=True)
+        variance = centered.square().mean(-1, keepdim=True)
+        return torch.sin(centered / torch.sqrt(variance + 1e-5) * self.weight + self.bias)
 
 
 class WrittenLinears(nn.Module):

@@ -118,7 +118,7 @@ NOT_THESE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "an activation of what is doubled": lambda m, x: (2 * x) * torch.sigmoid(x),
     "another constant": lambda m, x: 0.5 * x * (1 + torch.tanh(0.7 * (x + 0.044715 * x**3))),
-    "weights are normalised, not scores": lambda m, x: (x @ x.mT).sigmoid() @ x,
+    "weights are normalized, not scores": lambda m, x: (x @ x.mT).sigmoid() @ x,
     "another tensor turns": lambda m, x: x * m.w + rotated(x.cos()) * m.b,
     "a sum of different tensors": lambda m, x: x @ m.m + x,
     "the mean is over the batch": lambda m, x: (

@@ -98,7 +98,7 @@ def test_other_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_hazard_11_meta_construction_then_materialisation_then_backward(name: str) -> None:
+def test_hazard_11_meta_construction_then_materialization_then_backward(name: str) -> None:
     op = make(name, device="meta", dtype=torch.float64)
     assert {(p.device.type, p.dtype) for p in op.parameters()} == {("meta", torch.float64)}
     op.to_empty(device="cpu")

@@ -455,10 +455,10 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
         "not cudnn, flash, efficient, flash_attn, flex: it runs on a GPU, not on cpu"
     )
     assert note(x, window=2).endswith("; not cpu: it has no window")
-    by_name = "attention by blockwise, which is asked for by name"
+    by_name = "attention by blockwise, which is required by name"
     assert note(x, kernel="blockwise") == by_name
     assert note(x, kernel="flash") == (
-        "attention by flash, which is asked for by name but refuses: it runs on a GPU, not on cpu"
+        "attention by flash, which is required by name but refuses: it runs on a GPU, not on cpu"
     )
     meta = torch.ones(1, 3, 24, dtype=torch.bfloat16, device="meta")
     assert note(meta).startswith(

@@ -254,7 +254,7 @@ def test_names() -> None:
         op = DotProductAttention(4, kernel=kernel)
         with pytest.raises(NotSupportedError, match=f"{kernel!r} does not take .*runs on a GPU"):
             op(torch.ones(2, 9, 12))
-        note = f"by {kernel}, which is asked for by name but refuses: it runs on a GPU, not on cpu"
+        note = f"by {kernel}, which is required by name but refuses: it runs on a GPU, not on cpu"
         ((_, text),) = Sequential(op).plan(torch.ones(2, 9, 12)).notes
         assert text == f"attention {note}"
 

@@ -175,7 +175,7 @@ def check_bad_value(name: str, n: int, attribute: str, how: Change, value: Any) 
     assert str(called.value) == str(constructed.value)
 
 
-def test_a_factor_that_a_neighbour_sets(device: torch.device) -> None:
+def test_a_factor_that_a_neighbor_sets(device: torch.device) -> None:
     """Where kernels run, it is a link of a chain."""
     scale, factors = ConstantScale(2.0), [3.0, 5.0, 5.0, 7.0, 3.0]
     x = torch.randn(3, 8, device=device)
@@ -188,7 +188,7 @@ def test_a_factor_that_a_neighbour_sets(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("behind", [[], [ConstantScale(2.0), SiLU()]], ids=["alone", "chain"])
-def test_a_probability_that_a_neighbour_sets(
+def test_a_probability_that_a_neighbor_sets(
     behind: list[BasicOperation], device: torch.device
 ) -> None:
     dropout, values = Dropout(0.5), [0.9, 0.0, 0.3, 0.3, 0.5]
@@ -198,7 +198,7 @@ def test_a_probability_that_a_neighbour_sets(
         assert same(results(seq, [x]), results(Sequential(Dropout(p), *behind), [x]))
 
 
-def test_what_a_fusion_does_not_compute_set_by_a_neighbour() -> None:
+def test_what_a_fusion_does_not_compute_set_by_a_neighbor() -> None:
     """The plan was made before: it is not the wrong loss, or the wrong heads, that come out."""
     x, targets = torch.randn(5, 8, requires_grad=True), torch.tensor([0, 1, 2, 5, 3])
     linear, loss = BasicLinear(8, 7), CrossEntropy()

@@ -286,7 +286,7 @@ def test_starts_as_torch_linear_does() -> None:
     assert torch.equal(op.weight, nn.Linear(5, 4, bias=False).weight)
 
 
-def test_rng_tracker_is_forked_for_initialisation() -> None:
+def test_rng_tracker_is_forked_for_initialization() -> None:
     class Tracker:
         @contextlib.contextmanager
         def fork(self) -> Iterator[None]:

@@ -103,7 +103,7 @@ class Double(nn.Module):
         return 2 * value
 
 
-def test_parametrised_bias() -> None:
+def test_parametrized_bias() -> None:
     """Weights: tests/engine/test_other_parameters.py."""
     op, x = linear(), torch.randn(4, 3)
     op(x)

@@ -206,7 +206,7 @@ def test_fusions_compute_what_operations_do_alone(
         torch.testing.assert_close(got[0], seq(x))
 
 
-def test_regions_of_quantised_compute_leave_it_out() -> None:
+def test_regions_of_quantized_compute_leave_it_out() -> None:
     seq = Sequential(LoRALinear(16, 32, [LoRAAdapter(rank=2)]), recipe=Float8CurrentScaling())
     assert seq.plan(torch.randn(2, 16)).quantized == ()
     assert "low rank" in str(opfuser.can_fuse(seq, "quantized_linear", torch.randn(2, 16)))

@@ -275,7 +275,7 @@ def test_storages_merge_once_and_stay_merged(monkeypatch: pytest.MonkeyPatch) ->
     assert products.of(lambda: copy.deepcopy(op)(x)) == 3
 
 
-def test_neighbours_in_memory_of_different_storages_are_no_one_storage() -> None:
+def test_neighbors_in_memory_of_different_storages_are_no_one_storage() -> None:
     whole = bytearray(4 * 6 * 16)
     pieces, start = [], 0
     for size in SIZES.values():
@@ -381,7 +381,7 @@ class Doubled(nn.Module):
         return 2 * w
 
 
-def test_a_parametrised_projection() -> None:
+def test_a_parametrized_projection() -> None:
     op = merged(dtype=F64)
     seq, x = Sequential(op), torch.randn(4, 6, dtype=F64)
     seq(x)

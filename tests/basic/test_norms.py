@@ -48,17 +48,17 @@ def made(name: str, shape: Any, **options: Any) -> Any:
     return held_to(fill(RMSNorm(shape, **options)), rms_norm)
 
 
-CENTRED = {"zero_centered_gamma": True}
+CENTERED = {"zero_centered_gamma": True}
 
 
 @pytest.mark.parametrize(
     ("shape", "normalized", "options"),
     [
         ((5, 257), 257, {}),
-        ((7, 33), 33, CENTRED),
-        ((2, 3, 8), [8], {"eps": 0.1, **CENTRED}),
+        ((7, 33), 33, CENTERED),
+        ((2, 3, 8), [8], {"eps": 0.1, **CENTERED}),
         ((4, 3, 5), (3, 5), {"eps": 0.1}),
-        ((4, 3, 5), (3, 5), CENTRED),
+        ((4, 3, 5), (3, 5), CENTERED),
         ((6,), 6, {}),
         ((3, 2), 2, {}),
     ],
@@ -161,10 +161,10 @@ def test_rows_of_zeros_and_of_tiny_and_large_numbers(
 
 @pytest.mark.parametrize("cls", AFFINE)
 def test_start(cls: Any) -> None:
-    op, centred, x = cls(6), cls(6, zero_centered_gamma=True), torch.randn(3, 6)
+    op, centered, x = cls(6), cls(6, zero_centered_gamma=True), torch.randn(3, 6)
     assert op.weight.tolist() == [1] * 6
-    assert centred.weight.tolist() == [0] * 6
-    torch.testing.assert_close(op(x), centred(x))
+    assert centered.weight.tolist() == [0] * 6
+    torch.testing.assert_close(op(x), centered(x))
     if cls is LayerNorm:
         assert not op.bias.any()
         op.bias = None

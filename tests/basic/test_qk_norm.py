@@ -16,7 +16,7 @@ from tests.basic.values import DTYPES, fill, held_to
 VARIANTS: dict[str, dict[str, Any]] = {
     "as many keys": {},
     "grouped": {"num_kv_heads": 2},
-    "zero centred": {"num_kv_heads": 1, "zero_centered_gamma": True, "eps": 0.1},
+    "zero centered": {"num_kv_heads": 1, "zero_centered_gamma": True, "eps": 0.1},
 }
 
 
@@ -51,14 +51,14 @@ def test_as_exact_as_torch(
 
 
 def test_starts_as_the_norm_alone() -> None:
-    for centred in (False, True):
-        op = QKNorm(2, 8, zero_centered_gamma=centred)
+    for centered in (False, True):
+        op = QKNorm(2, 8, zero_centered_gamma=centered)
         q, k, _ = op(5 * torch.randn(3, 48)).split(16, -1)
         for heads in (q, k):
             mean_square = heads.unflatten(-1, (2, 8)).square().mean(-1)
             torch.testing.assert_close(mean_square, torch.ones(3, 2))
         fill(op).reset_parameters()
-        assert op.q_weight.unique().tolist() == [1 - int(centred)]
+        assert op.q_weight.unique().tolist() == [1 - int(centered)]
 
 
 @pytest.mark.parametrize(

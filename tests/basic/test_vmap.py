@@ -53,7 +53,7 @@ OPERATIONS = {
 }
 BLOCKS: dict[str, Example] = {
     "dropout in evaluation": Example(lambda: Dropout(0.5).eval(), rows),
-    "zero-centred norms": Example(
+    "zero-centered norms": Example(
         lambda: Sequential(LayerNorm(8, zero_centered_gamma=True), RMSNorm(8)), rows
     ),
     "interleaved, part of a head": Example(

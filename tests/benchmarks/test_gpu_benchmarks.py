@@ -361,7 +361,7 @@ def test_an_interruption_that_is_dropped_is_repeated(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timing, "AGAIN", 0.3)
 
     def call() -> None:
-        with suppress(BaseException):  # as Python does around a finaliser
+        with suppress(BaseException):  # as Python does around a finalizer
             time.sleep(60)
         time.sleep(60)
 

@@ -126,7 +126,7 @@ def test_a_missing_gradient() -> None:
 
 
 def test_what_only_a_call_shows_is_said_so() -> None:
-    """A neighbour sets the factor while the sequence runs; steps alone see the new one."""
+    """A neighbor sets the factor while the sequence runs; steps alone see the new one."""
 
     def capture(self: Any, linear: Any, scale: Any, gain: Any) -> None:
         self.kept = scale.scale

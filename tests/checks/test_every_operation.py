@@ -58,7 +58,7 @@ def example(name: str, device: str = "meta") -> tuple[list[nn.Module], list[Tens
 
 @contextmanager
 def in_region(name: str) -> Iterator[None]:
-    """Inside, this fusion alone is on, and a recipe is active if it is one of quantised compute."""
+    """Inside, this fusion alone is on, and a recipe is active if it is one of quantized compute."""
     info = next(info for info in BUILT_IN if info.name == name)
     with ExitStack() as stack:
         stack.enter_context(only(name))

@@ -80,7 +80,7 @@ def targets() -> Tensor:
 
 CHECKS: dict[str, Callable[[], None]] = {
     "norm: half of the residual gradient": fusion("backward_add_rms_norm"),
-    "norm: zero-centred scale ignored": as_built(
+    "norm: zero-centered scale ignored": as_built(
         lambda: RMSNorm(6, zero_centered_gamma=True), lambda: torch.randn(5, 6)
     ),
     "linear: factor missing from the weight gradient": fusion("backward_linear_scale"),

@@ -412,7 +412,7 @@ FAULTS: dict[str, Fault] = {
         ),
     ),
     "the output alone": Fault(
-        "extras", r"The forward of an operation returns a tensor \(Mixed\)\. Received: Tensor\.",
+        "extras", r"fuser_forward a pair \(Mixed\)\. Received: Tensor\.",
         fuser_forward=lambda op, ctxs, x, **kwargs: Mixed.fuser_forward(op, ctxs, x, **kwargs)[0],
     ),
     "extra outputs that are a tensor": Fault(
@@ -421,7 +421,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the output alone, of a fused operation": Fault(
         "forward joint",
-        r"The forward of an operation returns a tensor \(op 1-3 \(Linear.*\)\)\. Received: Tensor",
+        r"fuser_forward a pair \(op 1-3 \(Linear.*\)\)\. Received: Tensor",
         fuser_forward=lambda op, ctxs, x, **kw: LinearScaleGain.fuser_forward(op, ctxs, x)[0],
     ),
     "the input gradient alone, of a fused operation": Fault(

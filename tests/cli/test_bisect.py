@@ -325,7 +325,7 @@ def test_verdicts(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((), "A command stands behind two dashes. Write opfuser bisect -- python my_test.py."),
+        ((), "The command goes after two dashes. Write opfuser bisect -- python my_test.py."),
         (("--match", "(", "--", "true"), "--match takes a regular expression. Received: '(': "),
         (("--", "no-such-program"), "The command cannot be started. Received: no-such-program: "),
     ],

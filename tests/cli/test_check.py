@@ -150,12 +150,12 @@ PLAIN = (
     f"opfuser: The model holds no opfuser.Sequential that it calls ({__name__}:plain). Neither "
     "opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of its forward as "
     "an opfuser.Sequential: opfuser audit names those that would fuse, or pass --allow-none if "
-    "nothing is to be checked."
+    "there is nothing to check."
 )
 ALONE = (
     f"opfuser: There is nothing to check in a model without fusions ({__name__}:alone). Received: "
     "1 Sequential, in which nothing is fused. opfuser explain says why; convert the model, or "
-    "pass --allow-none if nothing is to be checked."
+    "pass --allow-none if there is nothing to check."
 )
 
 
@@ -179,8 +179,8 @@ def test_an_entry_without_fusions_checks_nothing(run: Run) -> None:
     assert status == 1
     assert said == (
         "opfuser: Fusions that are locked can be checked, and the entry has none "
-        f"(LOCK: {LAYERS}). Write it again with --update, or pass --allow-none if nothing is to "
-        "be checked."
+        f"(LOCK: {LAYERS}). Write it again with --update, or pass --allow-none if there is nothing "
+        "to check."
     )
 
 

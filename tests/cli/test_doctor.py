@@ -59,10 +59,11 @@ def test_kernels_that_run_and_why_others_do_not(
 
 
 def test_packages_of_extras(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ["torch>=2.11", "pytest>=8.4; extra == 'test'", "no-such-thing[x]>=1; extra == 'te'"]
+    wanted = ["torch>=2.11", "no-such-thing[x]>=1; extra == 'te'"]
+    wanted += [f"pytest>=8.4; extra == '{extra}'" for extra in ("hf", "dev", "docs", "test")]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)
     assert rows(opfuser_command, "packages of extras") == {
-        "test": f"pytest {pytest.__version__}",
+        "hf": f"pytest {pytest.__version__}",
         "te": "no-such-thing (not installed)",
     }
 

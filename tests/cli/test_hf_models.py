@@ -148,13 +148,13 @@ def test_settings_have_precedence_over_a_folder_one_by_one() -> None:
     assert config.rope_parameters == {**rope, "factor": 4.0}
 
 
-def test_a_quantised_model_is_refused_or_built_without(
+def test_a_quantized_model_is_refused_or_built_without(
     opfuser_command: Command, folder: Path
 ) -> None:
-    quantised = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
-    (folder / "llama" / "config.json").write_text(json.dumps(quantised))
+    quantized = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
+    (folder / "llama" / "config.json").write_text(json.dumps(quantized))
     assert opfuser_command("explain", "hf:llama").err == (
-        "opfuser: Quantised weights are read from files, and not built (hf:llama). Received: "
+        "opfuser: Quantized weights are read from files, and not built (hf:llama). Received: "
         "quantization_config. Set it to null in the file of --config to see the model without.\n"
     )
     (folder / "plain.json").write_text('{"quantization_config": null}')
@@ -230,11 +230,11 @@ NOT_RUN = "Code beside a configuration is not run: build the model in a function
         (["hf:meta-llama/Llama-3.2-1B"], None, "are not looked up: nothing is downloaded."),
         (["hf:"], None, FOLLOWED),
         (["hf:bert-base-uncased"], None, FOLLOWED),
-        (["hf:LlamaForCausalLn"], None, "Perhaps LlamaForCausalLM"),
+        (["hf:LlamaForCausalLn"], None, "Did you mean LlamaForCausalLM"),
         (["hf:LlamaTokenizer"], None, FOLLOWED),
         (["hf:PreTrainedModel"], None, "An abstract class builds no model"),
         (["hf:BertModel"], {"num_layers": 3}, "BertConfig has no setting of this name (hf:BertM"),
-        (["hf:llama"], {"hiden_size": 3}, "Received: 'hiden_size'. Perhaps hidden_size or "),
+        (["hf:llama"], {"hiden_size": 3}, "Received: 'hiden_size'. Did you mean hidden_size or "),
         (["hf:BertModel"], LLAMA, "is of the type bert. Received: model_type 'llama'."),
         (["hf:llama"], {"model_type": "bert"}, "of the type llama. Received: model_type 'bert'."),
         (["hf:llama"], {"hidden_size": 30}, "hf:llama has to be built from its configuration (s"),

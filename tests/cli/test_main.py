@@ -53,12 +53,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "argument": (["explain", f"{MODELS}:mlp", "--frobnicate"], "--frobnicate"),
     "no colon": (["explain", MODELS], "A model is named as package.module:name"),
     "module": (["explain", "no_such.module:build"], "'no_such.module' cannot be imported"),
-    "attribute": (["explain", f"{MODELS}:mpl"], "Perhaps mlp is meant"),
+    "attribute": (["explain", f"{MODELS}:mpl"], "Did you mean mlp?"),
     "not a model": (["explain", f"{MODELS}:number"], "Received: int"),
     "fails": (["explain", f"{MODELS}:broken"], "RuntimeError: no weights here"),
     "shape": (["explain", f"{MODELS}:mlp", "--input", "2,3"], "Received: '2,3'"),
     "no shape": (["explain", f"{MODELS}:mlp", "--input", ""], "An input is a shape and a dtype"),
-    "dtype": (["explain", f"{MODELS}:mlp", "--input", "2x16:bf61"], "Perhaps bf16"),
+    "dtype": (["explain", f"{MODELS}:mlp", "--input", "2x16:bf61"], "Did you mean bf16"),
     "no memory": (
         ["explain", f"{MODELS}:mlp", "--input", f"{10**15}x16", "--device", "cpu"],
         f"An input has to exist on cpu ({10**15}x16). Received: ",
@@ -72,7 +72,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "example without values": (["explain", f"{MODELS}:on_meta", "--device", "cpu"], "on cpu"),
     "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "A dtype is one of fp64, fp32"),
-    "near dtype": (["explain", f"{MODELS}:mlp", "--dtype", "bfloat61"], "Perhaps bfloat16 or"),
+    "near dtype": (["explain", f"{MODELS}:mlp", "--dtype", "bfloat61"], "Did you mean bfloat16 or"),
     "integers": (
         ["explain", f"{MODELS}:mlp", "--dtype", "int8"],
         "to a floating-point dtype. Received: int8. Use fp64, fp32, bf16 or fp16.",
@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no operations": (["explain", f"{MODELS}:no_operations"], "holds no opfuser.Sequential"),
     "no sequence": (["explain", f"{MODELS}:plain"], "holds no opfuser.Sequential"),
     "sequence": (["explain", f"{MODELS}:mlp", "--sequence", "x"], 'There are ""'),
-    "fusion": (["explain", f"{MODELS}:mlp", "--why", "norm_liner"], "Perhaps norm_linear"),
+    "fusion": (["explain", f"{MODELS}:mlp", "--why", "norm_liner"], "Did you mean norm_linear"),
     "odd fusion": (["explain", f"{MODELS}:mlp", "--why", "q"], "There are "),
     "at alone": (["explain", f"{MODELS}:mlp", "--at", "1"], "--at goes with --why"),
     "at": (["explain", f"{MODELS}:mlp", "--why", "norm_linear", "--at", "99"], "operations 0 to "),
@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "several": (["explain", f"{MODELS}:wrapped", "--format", "svg"], "first, blocks.0"),
     "output": (["explain", f"{MODELS}:mlp", "-o", "/no/such/folder/x"], "cannot be written"),
-    "diff of a fusion": (["diff", f"{MODELS}:mlp", "--fusion", "norm_liner"], "Perhaps norm"),
+    "diff of a fusion": (["diff", f"{MODELS}:mlp", "--fusion", "norm_liner"], "Did you mean norm"),
     "diff of one": (["diff", f"{MODELS}:mlp"], "Without --fusion two files are compared"),
     "diff of two": (["diff", "a", "b", "--fusion", "x"], "one model is compared with itself"),
     "no file": (["diff", "/no/a.json", "/no/b.json"], "cannot be read"),
@@ -176,8 +176,8 @@ def test_a_configuration_that_cannot_be_used_is_said_as_it_is(tmp_path: Path) ->
     file = tmp_path / "fusions.yaml"
     file.write_text("schema: opfuser.fusions/1\njoint: {norm_liner: {enabled: false}}\n")
     says = (
-        "This is no name of a fusion (fusions.yaml:2, joint). Received: 'norm_liner'. Did you mean "
-        "'norm_linear'?"
+        "This is not the name of a fusion (fusions.yaml:2, joint). Received: 'norm_liner'. Did you "
+        "mean 'norm_linear'?"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_CONFIG": "fusions.yaml"}
     for argv in (["explain", f"{MODELS}:wrapped"], ["doctor"]):

@@ -85,7 +85,7 @@ def te_keys(state: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:
         is_linear = owner in ("1", "6.0")
         out[f"{prefix}{owner}.{parts[name] if is_linear else name}"] = value.clone()
     owners = ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3", "4", "5", "6.0.basic_ops.0")
-    for owner in owners:  # empty without quantised compute; tests/integrations/test_te_scales.py
+    for owner in owners:  # empty without quantized compute; tests/integrations/test_te_scales.py
         out[f"{prefix}{owner}._extra_state"] = torch.empty(0, dtype=torch.uint8)
     return out
 

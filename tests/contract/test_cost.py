@@ -33,7 +33,7 @@ def gemms_in_backward(model: nn.Module, x: Tensor, *extras: Tensor) -> int:
     return len(backward.shapes)
 
 
-NEIGHBOURS: dict[str, tuple[list[Any], bool, list[Any]]] = {
+NEIGHBORS: dict[str, tuple[list[Any], bool, list[Any]]] = {
     "none": ([], False, []),
     "bias": ([], True, []),
     "scale": ([], False, [lambda: of.ConstantScale(0.5)]),
@@ -43,9 +43,9 @@ NEIGHBOURS: dict[str, tuple[list[Any], bool, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("neighbours", NEIGHBOURS)
-def test_hazard_23_no_gemm_for_a_gradient_that_nobody_needs(neighbours: str) -> None:
-    before, bias, after = NEIGHBOURS[neighbours]
+@pytest.mark.parametrize("neighbors", NEIGHBORS)
+def test_hazard_23_no_gemm_for_a_gradient_that_nobody_needs(neighbors: str) -> None:
+    before, bias, after = NEIGHBORS[neighbors]
     for input_grad, weight_grad in ((False, True), (True, False), (True, True), (False, False)):
         if not (input_grad or weight_grad or bias):
             continue  # no backward; a bias alone has one, which costs no GEMM

@@ -291,7 +291,7 @@ def _own_function(graph: bool) -> Callable[..., None]:
     return backward
 
 
-def _parametrised(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+def _parametrized(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
     parametrize.register_parametrization(op, "weight", Double())
     op(x).backward(dy)
 
@@ -356,7 +356,7 @@ WAYS: dict[str, tuple[Callable[[of.BasicLinear, Tensor, Tensor], None], int, boo
     "create_graph, retained": (_create_graph(True), 1, False),
     "a function of the user": (_own_function(False), 1, True),
     "a function of the user, create_graph": (_own_function(True), 1, False),
-    "a parametrised weight": (_parametrised, 2, True),
+    "a parametrized weight": (_parametrized, 2, True),
     "a computed weight": (_computed, 2, True),
     "a weight passed by functional_call": (_passed, 0, True),
     "a retained graph": (_retained, 2, True),

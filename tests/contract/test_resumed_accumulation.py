@@ -38,7 +38,7 @@ class Training:
         self.optimizer = MasterWeights(self.model, torch.optim.AdamW, lr=1e-2)
 
     def micro_batch(self) -> float:
-        """Forward and backward of the next one, and a step of the optimiser after the fourth."""
+        """Forward and backward of the next one, and a step of the optimizer after the fourth."""
         generator = torch.Generator().manual_seed(self.done)
         tokens, targets = torch.randint(32, (2, 2, 8), generator=generator)
         with opfuser.autocast(recipe=self.recipe):

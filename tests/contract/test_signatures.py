@@ -170,7 +170,7 @@ def test_methods() -> None:
         agree(parameters(function), expected("func, prepend=False, *, name=None"))
 
 
-QUANTISED_COMPUTE = {
+QUANTIzED_COMPUTE = {
     "autocast": "enabled=True, calibrating=False, recipe=None, amax_reduction_group=None",
     "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None",
     "quantized_model_init": "enabled=True, recipe=None, preserve_high_precision_init_val=False",
@@ -189,8 +189,8 @@ RECIPES = [
 ]
 
 
-def test_quantised_compute() -> None:
-    for name, text in QUANTISED_COMPUTE.items():
+def test_quantized_compute() -> None:
+    for name, text in QUANTIzED_COMPUTE.items():
         assert parameters(getattr(of, name)) == expected(text)
     assert set(RECIPES) <= set(of.recipe.__all__)
     assert (of.recipe.Format.HYBRID.value.max_fwd, of.recipe.Format.HYBRID.value.max_bwd) == (

@@ -1,4 +1,4 @@
-"""Hazard 11: a sequence that is made on the meta device, materialised, called and differentiated.
+"""Hazard 11: a sequence that is made on the meta device, materialized, called and differentiated.
 
 Hazard 13, unusual shapes and layouts: ``check_op`` and ``check_fusion``, for all operations and
 fusions (tests/basic, tests/fused).
@@ -51,10 +51,10 @@ def _assign(model: of.Sequential, state: dict[str, Tensor]) -> None:
     model.load_state_dict(state, assign=True)
 
 
-@pytest.mark.parametrize("materialise", [_to_empty, _alias, _assign])
+@pytest.mark.parametrize("materialize", [_to_empty, _alias, _assign])
 @pytest.mark.parametrize("touched", [False, True])
-def test_hazard_11_meta_device_then_materialised_then_backward(
-    materialise: Callable[..., None], touched: bool
+def test_hazard_11_meta_device_then_materialized_then_backward(
+    materialize: Callable[..., None], touched: bool
 ) -> None:
     model = block(device="meta")
     assert all(p.is_meta for p in model.parameters())
@@ -62,7 +62,7 @@ def test_hazard_11_meta_device_then_materialised_then_backward(
         y = model(torch.empty(3, 8, device="meta"), torch.empty(3, 8, device="meta"))
         assert (y.shape, y.device.type) == ((3, 5), "meta")
     state = {name: p.detach().clone() for name, p in fill(block()).named_parameters()}
-    materialise(model, state)
-    if materialise is not _to_empty:
+    materialize(model, state)
+    if materialize is not _to_empty:
         assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
     against(model, formula, rand(3, 8, grad=True), rand(3, 8, grad=True))

@@ -259,7 +259,7 @@ def parameters_without_gradients(rank: int, ranks: int) -> None:
 DELAYED = DelayedScaling(amax_history_len=3)
 
 
-def quantised_steps(model: nn.Module, steps: range, rank: int, group: Any = None) -> list[Tensor]:
+def quantized_steps(model: nn.Module, steps: range, rank: int, group: Any = None) -> list[Tensor]:
     """Losses, gradients and scales of steps of SGD."""
     seen: list[Tensor] = []
     for number in steps:
@@ -282,16 +282,16 @@ def scales(model: nn.Module) -> list[Tensor]:
 
 
 @check
-def quantised(rank: int, ranks: int) -> None:
+def quantized(rank: int, ranks: int) -> None:
     """Where all ranks have the same batch, their steps are bit for bit those of one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # emulated, and given to the first rank alone
         for wrap in (DistributedDataParallel, sharded(all_ranks())):
             for before in (False, True):
-                quantised_and_wrapped(wrap, rank, before)
+                quantized_and_wrapped(wrap, rank, before)
 
 
-def quantised_and_wrapped(wrap: Wrap, rank: int, before: bool) -> None:
+def quantized_and_wrapped(wrap: Wrap, rank: int, before: bool) -> None:
     def build(wrap: Wrap = lambda model: model) -> nn.Module:
         model = nano_gpt().float()
         if before:
@@ -301,16 +301,16 @@ def quantised_and_wrapped(wrap: Wrap, rank: int, before: bool) -> None:
             opfuser.apply(model)
         return model
 
-    wanted = quantised_steps(build(), range(7), 0)
+    wanted = quantized_steps(build(), range(7), 0)
     model = build(wrap)
-    got = quantised_steps(model, range(4), 0, dist.group.WORLD)
+    got = quantized_steps(model, range(4), 0, dist.group.WORLD)
     names = [name.rpartition("blocks")[2] for name in model.state_dict() if "quant" in name]
     places, kept = ("c_attn", "c_proj", "c_fc", "c_out"), ("scale", "amax_history", "amax")
     assert names == [f".{n}.{p}.quantization.{k}" for n in range(2) for p in places for k in kept]
     count = len(names)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     state = copy.deepcopy(state)
-    later = quantised_steps(model, range(4, 7), 0, dist.group.WORLD)
+    later = quantized_steps(model, range(4, 7), 0, dist.group.WORLD)
     for ours, theirs in zip([*got[:-count], *later], wanted, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -319,13 +319,13 @@ def quantised_and_wrapped(wrap: Wrap, rank: int, before: bool) -> None:
     opfuser.init_recipe_state(resumed, DELAYED)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(resumed, state if rank == 0 else {}, options=options)
-    again = quantised_steps(resumed, range(4, 7), 0, dist.group.WORLD)
+    again = quantized_steps(resumed, range(4, 7), 0, dist.group.WORLD)
     for ours, theirs in zip(again, later, strict=True):
         assert torch.equal(ours, theirs)
 
     for group in (dist.group.WORLD, None):
         for own in (model, resumed):
-            quantised_steps(own, range(2), rank, group)
+            quantized_steps(own, range(2), rank, group)
         with opfuser.autocast(recipe=DELAYED, amax_reduction_group=group):
             pass
         found = [t[:2] for name, t in model.state_dict().items() if name.endswith("ion.scale")]

@@ -48,7 +48,7 @@ def step(training: Training, n: int) -> None:
 
 
 def whole(training: Training) -> dict[str, Tensor]:
-    """All tensors of the model and of the optimiser, gathered."""
+    """All tensors of the model and of the optimizer, gathered."""
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
     states: dict[str, Any] = optimizer["state"]  # type: ignore[assignment]

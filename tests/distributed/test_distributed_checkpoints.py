@@ -39,7 +39,7 @@ STEPS = 4, 3  # written after the first ones
 
 
 class Training(Stateful):
-    """A model and its optimiser, with the state that torch gathers of both."""
+    """A model and its optimizer, with the state that torch gathers of both."""
 
     def __init__(
         self,

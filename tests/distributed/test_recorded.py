@@ -197,7 +197,7 @@ def recomputed(rank: int, ranks: int) -> None:
     compare(made, rank, unplanned=CONFIG.num_layers)
 
 
-def unsynchronised(model: Any, tokens: Tensor, targets: Tensor, n: int) -> Any:
+def unsynchronized(model: Any, tokens: Tensor, targets: Tensor, n: int) -> Any:
     for last in (False, True):
         with contextlib.nullcontext() if last else model.no_sync():
             yield from plain(model, tokens, targets, n)
@@ -209,7 +209,7 @@ def wrapped(rank: int, ranks: int) -> None:
     for arguments in ({}, {"gradient_as_bucket_view": True}):
         made = partial(DistributedDataParallel, bucket_cap_mb=0.01, **arguments)
         compare(lambda made=made: made(make()), rank)
-        compare(lambda made=made: made(make()), rank, unsynchronised, calls=2)
+        compare(lambda made=made: made(make()), rank, unsynchronized, calls=2)
 
 
 def parallel(sequence: bool) -> Any:

@@ -26,7 +26,7 @@ DELAYED = DelayedScaling(amax_history_len=2)
 
 @functools.lru_cache(None)
 def pairs() -> dist.ProcessGroup:
-    """The group of this rank: two neighbours."""
+    """The group of this rank: two neighbors."""
     groups = [dist.new_group([n, n + 1]) for n in range(0, dist.get_world_size(), 2)]
     return groups[dist.get_rank() // 2]
 

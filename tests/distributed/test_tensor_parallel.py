@@ -56,7 +56,7 @@ def mesh_of(ranks: int) -> DeviceMesh:
 
 
 def whole(model: nn.Module, grads: bool = False) -> dict[str, Tensor]:
-    """Parameters, or their gradients, under the names of the model that was parallelised."""
+    """Parameters, or their gradients, under the names of the model that was parallelized."""
     found: dict[str, list[Tensor]] = {}
     for name, p in model.named_parameters():
         t = p.grad if grads else p
@@ -291,7 +291,7 @@ def copies_and_an_error_in_between(rank: int, ranks: int) -> None:
 
 
 @check
-def quantised(rank: int, ranks: int) -> None:
+def quantized(rank: int, ranks: int) -> None:
     """Each rank's tensors have scales of their own: as good as those of one rank, not the same."""
     torch.manual_seed(1)
     sizes: Any = {"ffn_dim": 256, "init_std": 0.1, "dtype": torch.bfloat16}
@@ -301,7 +301,7 @@ def quantised(rank: int, ranks: int) -> None:
     ours = parallelize(copy.deepcopy(one), mesh_of(ranks))
     tokens = torch.randint(64, (2, 2, 128))
     text = str(ours.plan(*tokens))
-    assert "quantised, Float8BlockScaling: 3, 6, 11, 13" in text, text
+    assert "quantized, Float8BlockScaling: 3, 6, 11, 13" in text, text
     grads = []
     for model in (plain, one, ours):
         with warnings.catch_warnings():
@@ -417,7 +417,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_refused(name: str, one_rank: DeviceMesh) -> None:
     make, received = REFUSED[name]
     remedy = "outside of opfuser.quantized_model_init" if name == "codes" else r"models\.shard"
-    text = rf"^Models are parallelised that .*\(parallelize\)\. Received: {received}.*{remedy}"
+    text = rf"^Models are parallelized that .*\(parallelize\)\. Received: {received}.*{remedy}"
     with pytest.raises(NotSupportedError, match=text):
         parallelize(make(), one_rank)
 
@@ -432,7 +432,7 @@ def test_one_rank(one_rank: DeviceMesh) -> None:
     for name, grad in whole(ours, grads=True).items():
         same(grad, exact.get_parameter(name).grad, name)
     assert {p.placements for p in ours.parameters()} <= {(Replicate(),), (Shard(0),), (Shard(1),)}
-    message = r"parallelised once, and before it is sharded.*Received: embedding\.weight"
+    message = r"parallelized once, and before it is sharded.*Received: embedding\.weight"
     with pytest.raises(ArgumentError, match=message):
         parallelize(ours, one_rank)
     message = r"over a mesh of one dimension.*Received: 2 dimensions"

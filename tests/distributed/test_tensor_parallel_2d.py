@@ -31,7 +31,7 @@ CONFIG = DecoderConfig(31, 16, 2, 4, num_kv_heads=2, ffn_dim=24, qk_norm=True, d
 
 
 def made(model: Sequential, **how: Any) -> tuple[Sequential, torch.optim.Optimizer, int]:
-    """The model on two by two ranks, its optimiser, and which part of the batch is this rank's."""
+    """The model on two by two ranks, its optimizer, and which part of the batch is this rank's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     shard_layers(parallelize(model, mesh["tp"]), mesh=mesh["dp"], **how)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh["dp"].get_local_rank()

@@ -106,7 +106,7 @@ def test_every_cell_is_measured(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_rows_hold_a_figure_and_columns_too(page: Path) -> None:
-    """A misspelt name would be an empty cell."""
+    """A misspelled name would be an empty cell."""
     found = cells(page)
     filled = [cell for cell in found if cell.text]
     assert {(c.file, c.case) for c in found} == {(c.file, c.case) for c in filled}

@@ -139,7 +139,7 @@ def test_page_says_what_the_plan_says(
     requires = snippet.FUSION.requires
     cpu, cuda = (Env(torch.device(name), torch.float32) for name in ("cpu", "cuda"))
     said.append(str(requires.missing(cpu)))
-    module = importlib.import_module("opfuser.fusion")  # the package has a function of that name
+    module = importlib.import_module("opfuser.core.fusion")
     monkeypatch.setattr(module, "installed", lambda package: package != "liger_kernel")
     said.append(str(requires.missing(cuda)))
     assert [text for text in said if f"| `{text}` |" not in PAGE] == []

@@ -138,7 +138,7 @@ def test_pages_fit_on_a_phone_and_tables_keep_names_whole(site: Path, browser: B
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_first_page_shows_the_chart_in_its_colours(
+def test_first_page_shows_the_chart_in_its_colors(
     site: Path, browser: Browser, scheme: str
 ) -> None:
     shown = browser.new_page(color_scheme=scheme)

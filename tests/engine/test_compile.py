@@ -383,7 +383,7 @@ class Noise(nn.Module):
 
 
 @pytest.mark.parametrize("change", ["random numbers", "state"])
-def test_a_parametrisation_that_is_evaluated_twice(change: str) -> None:
+def test_a_parametrization_that_is_evaluated_twice(change: str) -> None:
     """The operation would use another value than the gradient."""
     linear = opfuser.Linear(3, 3)
     if change == "state":

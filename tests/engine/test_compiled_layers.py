@@ -284,7 +284,7 @@ def test_a_region_around_a_compiled_part(traced_before: bool, fullgraph: bool) -
         compiled(x)
     for call in (compiled, whole):
         with (
-            pytest.raises(Exception, match=r"Quantised compute is not traced by torch\.compile"),
+            pytest.raises(Exception, match=r"Quantized compute is not traced by torch\.compile"),
             opfuser.autocast(recipe=Float8CurrentScaling()),
         ):
             call(x)
@@ -297,7 +297,7 @@ def test_regions_without_a_recipe_around_a_compiled_part() -> None:
     part = opfuser.Sequential(opfuser.RMSNorm(16), opfuser.Linear(16, 16))
     compiled, x = torch.compile(part, backend="aot_eager"), torch.randn(16, 16)
     wanted, recipe = part(x), Float8CurrentScaling()
-    refused = partial(pytest.raises, Exception, match="Quantised compute is not traced by torch")
+    refused = partial(pytest.raises, Exception, match="Quantized compute is not traced by torch")
     with opfuser.autocast(enabled=False):
         torch.testing.assert_close(compiled(x), wanted)
     with refused(), opfuser.autocast(recipe=recipe):

@@ -50,10 +50,10 @@ def test_a_wrong_number_of_extra_inputs(call: Any, counts: tuple[int, int], aske
         call(*(randn(2, 3) for _ in range(given + 1)))
     inputs = "1 extra input" if expected == 1 else f"{expected} extra inputs"
     assert str(error.value) == (
-        f"Expected {inputs} but got {given} (asked for by {asked}). "
+        f"Expected {inputs} but got {given} (read by {asked}). "
         "Pass one tensor per extra input after the main input, in operation order."
     )
-    with pytest.raises(ExtraInputCountError, match="no operation asks for any"):
+    with pytest.raises(ExtraInputCountError, match="no operation reads any"):
         Sequential(Twice())(randn(2), randn(2))
 
 
@@ -67,7 +67,7 @@ def test_inputs_that_are_no_tensors(bad: Any, kind: str) -> None:
 
 def test_an_input_error_names_the_place() -> None:
     seq = Sequential(GELU(), RMSNorm(3), RMSNorm(4))
-    with pytest.raises(InputError, match=r"It came to op 2 \(RMSNorm\) of the sequence"):
+    with pytest.raises(InputError, match=r"It was raised in op 2 \(RMSNorm\) of the sequence"):
         seq(torch.ones(2, 3))
     with pytest.raises(InputError) as error:
         seq[1](torch.ones(2, 4))
@@ -193,8 +193,8 @@ def test_a_forward_that_returns_nothing(grad: bool) -> None:
     with pytest.raises(ArgumentTypeError) as error:
         Sequential(Identity(), Forgets())(randn(2, grad=grad))
     assert str(error.value) == (
-        "The forward of an operation returns a tensor (op 1 (Forgets)). Received: NoneType. Return "
-        "the output from op_forward, and the pair of the output and the list of each basic "
+        "op_forward returns a tensor, fuser_forward a pair (op 1 (Forgets)). Received: NoneType. "
+        "Return the output from op_forward, and the pair of the output and the list of each basic "
         "operation's extra outputs from fuser_forward."
     )
 
@@ -293,7 +293,7 @@ WRONG_FORWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
      "that were kept. Set backward_reads_parameters = True in the operation's class; in forward, "
      "read parameters from self. It happened in the forward of op 1 (ReadsParametersInForward).")),
     (ReturnsPair, ForwardResultError,
-     "returns a tensor (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
+     "fuser_forward a pair (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
 ]  # fmt: skip
 WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
     (ReadsWhatWasNotSaved, SavedTensorsError,
@@ -487,7 +487,7 @@ def test_hazard_22_no_text_of_an_error_has_unfilled_braces() -> None:
 AS_LISTS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "all extra outputs": (
         lambda y, extras: (y, extras[0][0]), ForwardResultError,
-        "returns a tensor (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the output",
+        "fuser_forward a pair (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the",
     ),
     "extra outputs": (
         lambda y, extras: (y, [extras[0][0]]), ForwardResultError,

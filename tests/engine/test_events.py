@@ -483,7 +483,7 @@ def test_a_kernel_that_is_asked_for_by_name_is_no_fallback() -> None:
     with record_events(only=(AttentionKernelTaken, FallbackTaken)) as log:
         op(torch.randn(2, 5, 48))
     (event,) = log.of(AttentionKernelTaken)
-    assert (event.kernel, event.note) == ("blockwise", "It is asked for by name")
+    assert (event.kernel, event.note) == ("blockwise", "It is required by name")
     assert len(log) == 1
 
 

@@ -63,7 +63,7 @@ LAYERS = {
     "with biases": lambda: attention(bias=True),
     "rotary": lambda: attention(rotary()),
     "rotary, part of a head": lambda: attention(rotary(rotary_dim=4)),
-    "rotary, neighbours": lambda: attention(rotary(interleaved=True), bias=True),
+    "rotary, neighbors": lambda: attention(rotary(interleaved=True), bias=True),
     "norms": lambda: attention(normed(False)),
     "norms and rotary": lambda: attention(normed(True), rotary(), bias=True),
     "gated": lambda: gated(opfuser.SwiGLU()),

@@ -1,4 +1,4 @@
-"""Hazards 3 and 15: parameters passed, parametrised, made by hooks or shared.
+"""Hazards 3 and 15: parameters passed, parametrized, made by hooks or shared.
 
 Replaced ones: ``check_op`` and ``check_fusion`` try that for each operation and fusion.
 """
@@ -55,7 +55,7 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "BasicLinear": lambda: opfuser.BasicLinear(3, 3, dtype=F64),
     "Bias": lambda: opfuser.Bias(3, dtype=F64),
 }
-PARAMETRISED: dict[str, Callable[[nn.Module, str], Any]] = {
+PARAMETRIzED: dict[str, Callable[[nn.Module, str], Any]] = {
     "custom": lambda m, name: parametrize.register_parametrization(m, name, nn.Softplus()),
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
@@ -80,7 +80,7 @@ def test_parametrize(where: str, kind: str, when: str) -> None:
     seq, x = opfuser.Sequential(Times(), ours, Square()), randn(2, 3, grad=True)
     if when == "after":
         seq(x)
-    PARAMETRISED[kind](ours, name)
+    PARAMETRIzED[kind](ours, name)
     seq.eval()  # spectral_norm iterates at every call in training
     for _ in range(2):
         y = seq(x)
@@ -96,7 +96,7 @@ def test_parametrize(where: str, kind: str, when: str) -> None:
     same(seq(x), expected)
 
 
-def test_parametrised_operation_in_copies_and_state_dicts() -> None:
+def test_parametrized_operation_in_copies_and_state_dicts() -> None:
     seq, x = opfuser.Sequential(opfuser.Linear(3, 3, dtype=F64), Square()), randn(2, 3)
     parametrizations.weight_norm(seq[0])
     assert sorted(seq.state_dict()) == [
@@ -108,14 +108,14 @@ def test_parametrised_operation_in_copies_and_state_dicts() -> None:
     same(twin(x), seq(x))
 
 
-def test_a_part_is_not_parametrised_on_its_own() -> None:
+def test_a_part_is_not_parametrized_on_its_own() -> None:
     linear = opfuser.Linear(3, 3)
     parametrize.register_parametrization(linear.basic_ops[0], "weight", nn.Identity())
     with pytest.raises(ArgumentError) as error:
         linear(torch.ones(2, 3))
     assert str(error.value) == (
-        "The parameters of a compound are parametrised on the compound (Linear). Received: a "
-        "parametrisation of one of its basic_ops. Register it on the compound itself."
+        "The parameters of a compound are parametrized on the compound (Linear). Received: a "
+        "parametrization of one of its basic_ops. Register it on the compound itself."
     )
 
 
@@ -135,7 +135,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch recommends parametrisations instead
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch recommends parametrizations instead
 @pytest.mark.parametrize(
     ("pair", "change"),
     [*((pair, "prune") for pair in PAIRS), ("Linear", "weight_norm"), ("Linear", "spectral_norm")],

@@ -267,7 +267,7 @@ def test_notes_of_a_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @NOTES
-def test_notes_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of a step that fails stands right before the next step."""
 
     def fails(*_: Any, **__: Any) -> Any:

@@ -352,7 +352,7 @@ def test_a_call_that_fails_stores_nothing() -> None:
         assert_same([t.clone() for t in filled_part(caches[0])], before)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
-    assert texts[0].endswith("It came to op 10 (DotProductAttention) of the sequence.")
+    assert texts[0].endswith("It was raised in op 10 (DotProductAttention) of the sequence.")
 
 
 def test_nothing_refers_to_a_cache() -> None:

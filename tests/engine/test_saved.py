@@ -155,11 +155,11 @@ EXCHANGES = {
         lambda: [opfuser.LayerNorm(3)], lambda x, w, b: F.layer_norm(x, (3,), w, b)
     ),
     "RMSNorm": Exchange(lambda: [opfuser.RMSNorm(3)], _scaled_root),
-    "centred LayerNorm": Exchange(
+    "centered LayerNorm": Exchange(
         lambda: [opfuser.LayerNorm(3, zero_centered_gamma=True)],
         lambda x, w, b: F.layer_norm(x, (3,), w + 1, b),
     ),
-    "centred RMSNorm": Exchange(
+    "centered RMSNorm": Exchange(
         lambda: [opfuser.RMSNorm(3, zero_centered_gamma=True)],
         lambda x, w: _scaled_root(x, 1 + w),
     ),
@@ -167,7 +167,7 @@ EXCHANGES = {
         lambda: _cast(opfuser.RMSNorm(3)), lambda x, w: _scaled_root(x, w.clone())
     ),
     "QKNorm": Exchange(lambda: [opfuser.QKNorm(1, 4, eps=1e-5)], _normed_heads, 12),
-    "centred QKNorm": Exchange(
+    "centered QKNorm": Exchange(
         lambda: [opfuser.QKNorm(1, 4, eps=1e-5, zero_centered_gamma=True)],
         lambda x, q, k: _normed_heads(x, 1 + q, 1 + k),
         12,

@@ -66,7 +66,7 @@ def test_backward_of_several_graphs_of_one_model() -> None:
     together(*(lambda x=x: work(x) for x in xs))
 
 
-def test_evaluating_beside_training_with_a_parametrised_weight() -> None:
+def test_evaluating_beside_training_with_a_parametrized_weight() -> None:
     """Neither thread sees the value of the other."""
     meeting = Meeting()
     seq = of.Sequential(of.BasicLinear(3, 3, dtype=F64), Waits(meeting), of.GELU())
@@ -108,7 +108,7 @@ def test_a_plain_module_in_another_thread_keeps_its_gradient() -> None:
     together(lambda: torch.no_grad()(seq)(x), train)
 
 
-def test_a_parametrised_weight_is_computed_once_per_call() -> None:
+def test_a_parametrized_weight_is_computed_once_per_call() -> None:
     calls: list[int] = []
 
     class Counted(nn.Module):

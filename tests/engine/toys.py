@@ -1,4 +1,4 @@
-"""Operations with known maths, their twins in plain torch, and ways of comparing."""
+"""Operations with known math, their twins in plain torch, and ways of comparing."""
 
 from __future__ import annotations
 

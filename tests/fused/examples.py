@@ -50,7 +50,7 @@ def residual_mlp(activation: nn.Module) -> list[nn.Module]:
     return [*norm, BasicLinear(6, 10), Bias(10), activation, BasicLinear(5, 4), Bias(4)]
 
 
-# Those for quantised compute have other numbers on purpose: tests/quantization. The extra inputs of
+# Those for quantized compute have other numbers on purpose: tests/quantization. The extra inputs of
 # grouped_mlp go together: tests/fused/test_grouped_mlp.py.
 UNQUANTIZED = tuple(
     fusion
@@ -283,7 +283,7 @@ def error_text(model: Sequential, *inputs: Tensor, **kwargs: Any) -> str:
     """The text of an InputError without the step that it came to, another one when fused."""
     with pytest.raises(InputError) as error:
         model(*inputs, **kwargs)
-    text, place = str(error.value).split(" It came to op ")
+    text, place = str(error.value).split(" It was raised in op ")
     assert place.endswith(" of the sequence.")
     return text
 

@@ -60,7 +60,7 @@ FORWARD: dict[str, Any] = {
         lambda: [AddExtraInput(), n(6)], (7, 6), (6,), dtypes=(F32, BF16, FP16)
     ),
     "several": lambda n: Case(lambda: several(n), (33, 6), (6, 4, 4), dtypes=(F32, BF16), times=3),
-    "zero-centred": lambda n: Case(lambda: pre_norm(n, zero_centered_gamma=True), extras=(6,)),
+    "zero-centered": lambda n: Case(lambda: pre_norm(n, zero_centered_gamma=True), extras=(6,)),
     "eps": lambda n: Case(lambda: pre_norm(n, eps=0.1), extras=(6,)),
     "several dimensions": lambda n: Case(lambda: pre_norm(n, (3, 6)), extras=(6,)),
 }

@@ -231,7 +231,7 @@ def test_refusals() -> None:
     assert_not_fused(Sequential(*between), NAME, *inputs, code="LAYOUT")
 
 
-def test_quantised_linear_operations_save_codes_instead() -> None:
+def test_quantized_linear_operations_save_codes_instead() -> None:
     ops = [GroupedLinear(E, 128, 256), ScaledSwiGLU(), GroupedLinear(E, 128, 128)]
     seq, sizes = Sequential(*ops), torch.tensor([3, 0, 4])
     inputs = [torch.randn(7, 128, requires_grad=True), sizes, torch.rand(7), sizes]

@@ -91,7 +91,7 @@ def test_an_error_names_the_operations_that_are_fused() -> None:
     for name in (FORWARD, BACKWARD):
         with only(name), pytest.raises(InputError, match="must have the same shape") as error:
             seq(torch.randn(3, 6), torch.randn(3, 5))
-        texts.append(str(error.value).split(" It came to "))
+        texts.append(str(error.value).split(" It was raised in "))
     assert texts[0][0] == texts[1][0]
     assert texts[0][1] == "op 0-2 (ForwardLinearScaleAdd) of the sequence."
     assert texts[1][1] == "op 2 (AddExtraInput) of the sequence."

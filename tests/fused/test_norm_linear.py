@@ -80,7 +80,7 @@ CASES: dict[str, Any] = {
         for name, form in FORMS.items()
     },
     "four dimensions": lambda n: Case(lambda: ops(n), (2, 3, 2, 6), dtypes=(BF16,)),
-    "zero-centred": lambda n: Case(
+    "zero-centered": lambda n: Case(
         lambda: ops(n, zero_centered_gamma=True), (7, 6), dtypes=(F32, FP16)
     ),
     "eps": lambda n: Case(lambda: ops(n, eps=0.1), (7, 6), dtypes=(F64, BF16)),

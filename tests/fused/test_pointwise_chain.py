@@ -149,7 +149,7 @@ def test_refused_where_only_its_end_needs_a_gradient(name: str) -> None:
 
 @with_and_without_a_norm
 def test_skipped_without_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("opfuser.fusion")  # the package has a function of that name
+    module = importlib.import_module("opfuser.core.fusion")
     monkeypatch.setattr(module, "installed", lambda package: False)
     record = plan_on("meta", Bias(6), SiLU(), *BEHIND[name]).record(name)
     assert (record.status, record.detail) == ("skipped", "needs the package triton")

@@ -45,7 +45,7 @@ def pair(norm: dict[str, Any] | None = None, **rotary: Any) -> list[nn.Module]:
     return [QKNorm(4, 6, **heads, **(norm or {})), RotaryEmbedding(4, 6, **heads, **rotary)]
 
 
-def neighbours() -> list[nn.Module]:
+def neighbors() -> list[nn.Module]:
     return pair({"eps": 0.1}, interleaved=True)
 
 
@@ -58,13 +58,13 @@ def scaled() -> list[nn.Module]:
 
 
 def several() -> list[nn.Module]:
-    return [BasicLinear(8, 48), *pair(), BasicLinear(48, 48), *neighbours(), Identity()]
+    return [BasicLinear(8, 48), *pair(), BasicLinear(48, 48), *neighbors(), Identity()]
 
 
 SHAPE = 2, 3, 48
 CASES = {
     "halves": Case(pair, (2, 5, 48), dtypes=DTYPES),
-    "neighbours": Case(neighbours, (2, 5, 48), dtypes=DTYPES),
+    "neighbors": Case(neighbors, (2, 5, 48), dtypes=DTYPES),
     "partial": Case(partial, (2, 5, 48), dtypes=DTYPES),
     "scaled": Case(scaled, (2, 5, 48), dtypes=DTYPES),
     "one token": Case(pair, (1, 1, 48), dtypes=(F32, BF16)),
@@ -129,7 +129,7 @@ def test_refuses_other_heads(rotary: RotaryEmbedding) -> None:
         assert str(error.value).startswith(f"{text} ({cls.__name__}). Leave the operations sep")
 
 
-def test_leaves_other_neighbours_alone() -> None:
+def test_leaves_other_neighbors_alone() -> None:
     norm, rotary = pair()
     for ops in ([rotary, norm], [norm, Identity(), rotary]):
         for name in NAMES:

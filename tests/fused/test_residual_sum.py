@@ -34,7 +34,7 @@ def test_on_a_gpu_the_norm_behind_goes_before_the_gemm(norm: str, tap: bool) -> 
     plan = planned(seq, "meta")
     assert f"forward_add_{norm}_norm" in plan.fused("forward")
     assert [str(why) for _, why in plan.record("forward_linear_bias_add").refusals] == [
-        "CONFLICT: on a GPU the norm behind it adds the residual"
+        "CONFLICT: on a GPU the norm after it adds the residual"
     ]
 
 

@@ -41,10 +41,10 @@ VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_labels": 5}
 def causal(name: str, **others: Any) -> Any:
     """A decoder with a head, its parameters all random."""
     config = getattr(transformers, f"{name}Config")(**{**DECODER, **others})
-    return randomised(transformers.AutoModelForCausalLM.from_config(config))
+    return randomized(transformers.AutoModelForCausalLM.from_config(config))
 
 
-def randomised(model: nn.Module) -> nn.Module:
+def randomized(model: nn.Module) -> nn.Module:
     """Norms and biases are no longer ones and zeros."""
     with torch.no_grad():
         for p in model.parameters():
@@ -99,13 +99,13 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gpt_bigcode": lambda: causal("GPTBigCode", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "granite": lambda: causal("Granite", residual_multiplier=0.5),
     "gpt_neox": lambda: causal("GPTNeoX"),
-    "bert": lambda **k: randomised(
+    "bert": lambda **k: randomized(
         transformers.BertForMaskedLM(transformers.BertConfig(**{**ENCODER, **k}))
     ),
-    "distilbert": lambda **k: randomised(
+    "distilbert": lambda **k: randomized(
         transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**{**DISTILBERT, **k}))
     ),
-    "vit": lambda **k: randomised(
+    "vit": lambda **k: randomized(
         transformers.ViTForImageClassification(transformers.ViTConfig(**{**ENCODER, **VIT, **k}))
     ),
 }

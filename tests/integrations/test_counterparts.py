@@ -24,7 +24,7 @@ from tests.integrations import te_layers
 SOURCES = Path(opfuser.__file__).parent
 # Operations themselves, the table, kernels; formulas as models write them out, also in the audit.
 APART = ("__init__.py", "basic/", "counterparts.py", "kernels/")
-# How each is recognised, and which packages have a kernel for it.
+# How each is recognized, and which packages have a kernel for it.
 APART += ("reading/activations.py", "report/audit/kernels.py")
 NAMES = {
     *ACTIVATIONS,

@@ -78,7 +78,7 @@ def with_forward_of_a_child() -> nn.Module:
     return module
 
 
-def parametrised() -> nn.Module:
+def parametrized() -> nn.Module:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
     parametrizations.weight_norm(module[0])
     return module
@@ -107,7 +107,7 @@ CONVERTED: dict[str, Callable[[], nn.Module]] = {
     ),
     "hook": with_hook,
     "forward of a child": with_forward_of_a_child,
-    "parametrised": parametrised,
+    "parametrized": parametrized,
     "used twice": used_twice,
     "post": encoder_layer,
     "pre": lambda: encoder_layer(norm_first=True, activation="gelu"),
@@ -119,7 +119,7 @@ CONVERTED: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomized(module: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -148,7 +148,7 @@ def same(module: nn.Module, ours: Callable[..., Any], x: Tensor, *args: Any, **k
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_values_and_gradients_are_the_module_s(name: str) -> None:
-    module = randomised(CONVERTED[name]())
+    module = randomized(CONVERTED[name]())
     before = [(m, dict(vars(m))) for m in module.modules()]
     state = torch.get_rng_state()
     ours = opfuser.from_torch(module)
@@ -166,14 +166,14 @@ def test_values_and_gradients_are_the_module_s(name: str) -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_rows_of_any_rank(rank: int) -> None:
-    module = randomised(CONVERTED["layers"]())
+    module = randomized(CONVERTED["layers"]())
     x = torch.randn(*range(2, rank + 1), WIDTH, dtype=F64, requires_grad=True)
     same(module, opfuser.from_torch(module), x)
 
 
 def test_a_table_and_a_head_that_is_tied_to_it() -> None:
     table, head = nn.Embedding(11, WIDTH, padding_idx=-1), nn.Linear(WIDTH, 11, bias=False)
-    module = randomised(nn.Sequential(table, nn.LayerNorm(WIDTH, bias=False), nn.GELU(), head))
+    module = randomized(nn.Sequential(table, nn.LayerNorm(WIDTH, bias=False), nn.GELU(), head))
     head.weight = table.weight
     ours = opfuser.from_torch(module)
     assert isinstance(ours[0], opfuser.Embedding)
@@ -248,7 +248,7 @@ def test_eps_of_norms_is_read() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_is_that_of_the_sequence_s_mode(training: bool) -> None:
-    module = randomised(encoder_layer(0.5)).train(training)
+    module = randomized(encoder_layer(0.5)).train(training)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ours = opfuser.from_torch(module)
     assert ours.training is module.training is training
@@ -284,13 +284,13 @@ def test_parameters_are_shared_and_stay_as_they_are() -> None:
     assert all(p.eq(1).all() for p in ours.parameters())
     ours.double()
     assert {p.dtype for p in module.parameters()} == {F64}
-    frozen = randomised(encoder_layer()).eval().requires_grad_(False)
+    frozen = randomized(encoder_layer()).eval().requires_grad_(False)
     x = example("").detach()
     close([opfuser.from_torch(frozen)(x)], [frozen(x)])
 
 
 def test_copied_pickled_and_called_with_other_parameters() -> None:
-    module, x = randomised(encoder_layer()), example("")
+    module, x = randomized(encoder_layer()), example("")
     masked = opfuser.from_torch(module, example=(x, None, PADDING))
     for ours, given in ((opfuser.from_torch(module), ()), (masked, (None, PADDING))):
         expected = ours(x, *given)
@@ -318,7 +318,7 @@ def test_operations_and_sequences_of_opfuser() -> None:
 
 
 def test_compiled() -> None:
-    module, x = randomised(CONVERTED["layers"]()), example("")
+    module, x = randomized(CONVERTED["layers"]()), example("")
     ours = opfuser.from_torch(module)
     torch.compiler.reset()  # Dynamo counts what other tests compiled
     same(module, torch.compile(ours, backend="eager", fullgraph=True), x)
@@ -338,7 +338,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_masks_are_arguments_as_of_the_module(masks: str, batch_first: bool) -> None:
-    layer = randomised(encoder_layer(norm_first=batch_first, batch_first=batch_first))
+    layer = randomized(encoder_layer(norm_first=batch_first, batch_first=batch_first))
     rows = (BATCH, LENGTH) if batch_first else (LENGTH, BATCH)
     x = torch.randn(*rows, WIDTH, dtype=F64, requires_grad=True)
     ours = opfuser.from_torch(layer, example={"src": x, **MASKS[masks]})
@@ -353,7 +353,7 @@ def test_masks_are_arguments_as_of_the_module(masks: str, batch_first: bool) -> 
 
 
 def test_other_arguments_than_those_of_the_example_are_refused() -> None:
-    layer = randomised(encoder_layer())
+    layer = randomized(encoder_layer())
     x = example("")
     ours = opfuser.from_torch(layer, example={"src": x, "src_key_padding_mask": PADDING})
     close([ours(x, None, PADDING)], [ours(x, src_key_padding_mask=PADDING)])
@@ -398,7 +398,7 @@ class Masked(Computes):
 
 
 def test_masks_of_which_gradients_are_not_exact() -> None:
-    module = randomised(Masked())
+    module = randomized(Masked())
     x = torch.randn(7, LENGTH, WIDTH, dtype=F64, requires_grad=True)
     mask = torch.randn(7, 1, LENGTH, LENGTH, dtype=F64)
     ours = opfuser.from_torch(module, example={"mask": mask, "x": x})
@@ -412,7 +412,7 @@ def test_masks_of_which_gradients_are_not_exact() -> None:
 
 
 def test_of_one_tensor_dtype_rank_and_width_count() -> None:
-    module = randomised(nn.Sequential(nn.Linear(WIDTH, 4), nn.GELU()))
+    module = randomized(nn.Sequential(nn.Linear(WIDTH, 4), nn.GELU()))
     for given in (torch.empty(4, 4, WIDTH, dtype=F64), (torch.empty(1, WIDTH, dtype=F64),)):
         same(module, opfuser.from_torch(module, example=given), example(""))
     norm = nn.LayerNorm(6, elementwise_affine=False)
@@ -455,9 +455,10 @@ def test_where_no_call_can_be_made() -> None:
     with pytest.raises(ArgumentError) as error:
         opfuser.from_torch(nn.TransformerDecoderLayer(WIDTH, HEADS, 16))
     assert str(error.value) == (
-        "Arguments of a call of a module are made where it takes one tensor of a width that its "
-        "parameters have (from_torch). Received: TransformerDecoderLayer: missing a required "
-        "argument: 'memory'. Pass those of one call as example=, if its forward needs no values."
+        "Without example=, a module is called with one tensor as wide as its parameters, which has "
+        "to work (from_torch). Received: TransformerDecoderLayer: missing a required argument: "
+        "'memory'. Pass the arguments of one call as example=, unless its forward depends on "
+        "values."
     )
     with pytest.raises(ArgumentError, match="with a tensor of 11 x 13 x 2 it computes conv1d"):
         opfuser.from_torch(nn.Conv1d(3, 4, 2))
@@ -599,7 +600,7 @@ def test_a_class_that_somebody_has_patched(monkeypatch: pytest.MonkeyPatch) -> N
         return 2 * F.linear(x, module.weight, module.bias)
 
     monkeypatch.setattr(nn.Linear, "forward", doubled)
-    module = randomised(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)))
+    module = randomized(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)))
     same(module, opfuser.from_torch(module), example(""))
 
 
@@ -614,7 +615,7 @@ def test_nothing_but_modules_is_converted() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu(norm_first: bool, dtype: torch.dtype) -> None:
     """Error at most twice torch's, with a mask; of the output and of all gradients together."""
-    layer, x = randomised(encoder_layer(norm_first=norm_first)), example("")
+    layer, x = randomized(encoder_layer(norm_first=norm_first)), example("")
     exact = wrt(layer, x, layer(x, None, PADDING))
     moved = copy.deepcopy(layer).to("cuda", dtype)
     there, padding = x.detach().to("cuda", dtype).requires_grad_(), PADDING.cuda()

@@ -212,7 +212,7 @@ def test_fused_loss(name: str) -> None:
     got, right = (m(**batch, return_dict=False)[:2] for m in (model, untouched))
     assert_close(got[0], right[0], 1e-5)
     assert got[1] is None
-    assert calls(model) == {"has nothing to fuse: torch computes it as well": 2}
+    assert calls(model) == {"has nothing to fuse, so torch computes it": 2}
     assert_same(step(model.eval(), **batch), step(untouched.eval(), **batch))
     opfuser.hf.revert(model)
     assert_same(step(model.train(), **batch), step(untouched.train(), **batch))
@@ -266,4 +266,4 @@ def test_a_head_with_an_adapter_is_called() -> None:
         made.append(peft.get_peft_model(each, config).train())
     batch = batch_of("llama")
     assert_same(step(made[0], **batch), step(made[1], **batch))
-    assert calls(made[0]) == {"has nothing to fuse: torch computes it as well": 1}
+    assert calls(made[0]) == {"has nothing to fuse, so torch computes it": 1}

@@ -1,4 +1,4 @@
-"""What training loops put around an optimiser, around one with masters: as by hand in fp32."""
+"""What training loops put around an optimizer, around one with masters: as by hand in fp32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 @in_bf16_and_fp8
 def test_schedulers(name: str, fp8: bool) -> None:
-    """Also of a scheduler and an optimiser that go on from their state dicts."""
+    """Also of a scheduler and an optimizer that go on from their state dicts."""
     seq = model(fp8)
     hand, optimizer = ByHand(seq, adamw), MasterWeights(seq, adamw)
     ours, theirs = SCHEDULERS[name](optimizer), SCHEDULERS[name](hand.optimizer)

@@ -1,6 +1,6 @@
-"""Libraries that wrap, replace or parametrise modules do so with operations in a Sequential.
+"""Libraries that wrap, replace or parametrize modules do so with operations in a Sequential.
 
-With torch's own, such as parametrisations, ``tests/engine/test_other_parameters.py`` does that.
+With torch's own, such as parametrizations, ``tests/engine/test_other_parameters.py`` does that.
 """
 
 from __future__ import annotations

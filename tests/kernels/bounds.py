@@ -135,7 +135,7 @@ def check(what: str, pointers: Any, mask: Any | None) -> Any:
 
 
 def check_hint(key: str, handle: Any) -> None:
-    """Raises if values are not in blocks of neighbours that begin at multiples, as hints say."""
+    """Raises if values are not in blocks of neighbors that begin at multiples, as hints say."""
     if key != "tt.contiguity":
         return
     values = handle.data.astype(np.int64)
@@ -143,7 +143,7 @@ def check_hint(key: str, handle: Any) -> None:
     for axis, (length, multiple) in enumerate(zip(handle.attr[key], multiples)):
         blocks = np.moveaxis(values, axis, -1).reshape(-1, length)
         if (blocks != blocks[:, :1] + np.arange(length)).any() or (blocks[:, 0] % multiple).any():
-            raise _error(f"not {length} neighbours from a multiple of {multiple} on, as hints say")
+            raise _error(f"not {length} neighbors from a multiple of {multiple} on, as hints say")
 
 
 def live_tensors() -> list[Tensor]:

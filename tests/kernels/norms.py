@@ -18,7 +18,7 @@ class Case(NamedTuple):
     """Inputs of a norm; the bias is None for RMSNorm and for LayerNorm without one."""
 
     layer: bool
-    centred: bool
+    centered: bool
     x: Tensor
     residual: Tensor | None
     weight: Tensor
@@ -37,7 +37,7 @@ def make(
     device: torch.device,
     *,
     add: bool = False,
-    centred: bool = False,
+    centered: bool = False,
     parameters: torch.dtype | None = None,
     pitch: int = 0,
 ) -> Case:
@@ -49,7 +49,7 @@ def make(
     x, dy, residual, dtotal = padded.copy_(torch.stack((3 * x + 1, dy, residual, dtotal)))
     return Case(
         kind != "rms",
-        centred,
+        centered,
         x,
         residual if add else None,
         weight,
@@ -66,7 +66,7 @@ def truth(case: Case, *, torchs: bool = False) -> dict[str, Tensor]:
     x, weight, bias = (*leaves, None)[:3]
     mean = x.mean(-1, keepdim=True) if case.layer else torch.zeros_like(x[:, :1])
     rstd = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + EPS)
-    scale = weight + 1 if case.centred else weight
+    scale = weight + 1 if case.centered else weight
     if torchs and case.layer:
         y = F.layer_norm(x, (len(weight),), scale, bias, EPS)
     elif torchs:
@@ -85,7 +85,7 @@ def truth(case: Case, *, torchs: bool = False) -> dict[str, Tensor]:
 
 def forward(case: Case) -> dict[str, Tensor]:
     result = norm.norm_forward(
-        case.x, case.residual, case.weight, case.bias, EPS, case.centred, case.layer
+        case.x, case.residual, case.weight, case.bias, EPS, case.centered, case.layer
     )
     assert isinstance(result, norm.NormForward)
     assert (result.total is None) == (case.residual is None)
@@ -97,7 +97,7 @@ def backward(
 ) -> dict[str, Tensor]:
     result = norm.norm_backward(
         case.dy, saved.get("total", case.x), case.weight, case.bias, saved.get("mean"),
-        saved["rstd"], case.dtotal, EPS, case.centred, *wants,
+        saved["rstd"], case.dtotal, EPS, case.centered, *wants,
     )  # fmt: skip
     assert isinstance(result, norm.NormGrads)
     dx, dw, y = wants
@@ -111,7 +111,7 @@ def named(result: norm.NormForward | norm.NormGrads) -> dict[str, Tensor]:
 
 
 def check_recomputed(recomputed: Tensor, y: Tensor) -> None:
-    """The output recomputed in backward: the same bits; on a GPU, compiled apart, neighbours."""
+    """The output recomputed in backward: the same bits; on a GPU, compiled apart, neighbors."""
     if y.is_cuda:
         torch.testing.assert_close(recomputed, y, rtol=torch.finfo(y.dtype).eps, atol=0)
     else:

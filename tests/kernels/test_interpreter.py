@@ -14,7 +14,7 @@ FILES = [*sorted(Path(__file__).parent.glob("numerics/test_*.py"))]
 ATTRIBUTES = ROOT / "tests" / "basic" / "test_attributes.py"
 FILES.append(ATTRIBUTES)
 # What depends on kernels there.
-SOME = ["-k", "later_counts or in_a_fusion or neighbour"]
+SOME = ["-k", "later_counts or in_a_fusion or neighbor"]
 
 
 @pytest.mark.slow

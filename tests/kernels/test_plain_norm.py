@@ -31,7 +31,7 @@ def transposed(case: Case) -> Case:
 def test_in_fp64(kind: str) -> None:
     """There is no kernel; what there is for other dtypes, tests/kernels/numerics tests."""
     for shape in ((7, 33), (3, 4), (0, 8)):
-        check_norm(make(kind, shape, torch.float64, CPU, centred=True))
+        check_norm(make(kind, shape, torch.float64, CPU, centered=True))
         check_norm(make(kind, shape, torch.float64, CPU, add=True))
 
 

@@ -162,14 +162,14 @@ def settle_experts(model: Any) -> None:
     table[:, :6] = torch.rand(len(table), 6).argsort(-1) * 0.4 - 1
 
 
-def fill(model: nn.Module, centre: float) -> None:
-    """Random parameters; ``centre`` is where the weights of norms are."""
+def fill(model: nn.Module, center: float) -> None:
+    """Random parameters; ``center`` is where the weights of norms are."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
                 p.normal_(std=0.2)
             else:  # biases that all rows have in common would hide what these differ in
-                p.uniform_(-0.5, 0.5).add_(0.0 if name.endswith("bias") else centre)
+                p.uniform_(-0.5, 0.5).add_(0.0 if name.endswith("bias") else center)
 
 
 BERT: dict[str, Any] = {

@@ -200,7 +200,7 @@ def test_initial_weights() -> None:
         assert std == pytest.approx(wanted, rel=0.1), name
 
 
-def test_meta_device_then_materialised() -> None:
+def test_meta_device_then_materialized() -> None:
     sizes = {**SMALL, "tied_head": False, "dtype": torch.float64}
     config = DecoderConfig(**sizes, device="meta")
     model = decoder_lm(config).to_empty(device="cpu")
@@ -292,7 +292,7 @@ def test_recipe_is_that_of_a_region_around_the_calls(recipe: Recipe) -> None:
 
 
 @emulated
-def test_only_layers_are_quantised() -> None:
+def test_only_layers_are_quantized() -> None:
     config = DecoderConfig(**QUANTIZED, recipe=DelayedScaling())
     data = batch(config, 2, 8)
     for model, inputs in ((decoder_lm(config), data), (decoder_lm(config, False), data[:1])):

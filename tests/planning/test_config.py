@@ -348,7 +348,7 @@ def test_file_of_the_environment_is_read_before_the_first_plan(
     file = write(tmp_path, "forward: {late: {enabled: false}}\n")
     monkeypatch.setenv("OPFUSER_CONFIG", file)
     fresh = Registry()
-    with pytest.raises(ConfigError, match="no name of a fusion"):
+    with pytest.raises(ConfigError, match="not the name of a fusion"):
         list(fresh)
     fresh.add(Fusion("late", "forward", pattern("A B"), FusedForward), "forward")
     for config in ("", "late: {enabled: false"):
@@ -401,13 +401,13 @@ def test_a_missing_library_says_how_to_get_it(
 # Errors.
 
 IN_FILE: dict[str, tuple[str, str]] = {
-    "key": ("joints: {}", r"no key \(FILE:2, the config.*'joints'. Did you mean 'joint'"),
+    "key": ("joints: {}", r"not a key \(FILE:2, the config.*'joints'. Did you mean 'joint'"),
     "key of a fusion": ("forward:\n  pairs: {enable: true}",
-                        r"no key \(FILE:3, pairs\).*Received: 'enable'. Did you mean 'enabled'"),
+                        r"not a key \(FILE:3, pairs\).*Received: 'enable'. Did you mean 'enabled'"),
     "name": ("forward:\n  pair: {enabled: true}",
-             r"no name of a fusion \(FILE:3, forward\).*'pair'. Did you mean 'pairs'"),
+             r"not the name of a fusion \(FILE:3, forward\).*'pair'. Did you mean 'pairs'"),
     "name in an override": ("overrides:\n  a.*: {zzz: {}}",
-                            r"no name of a fusion \(FILE:3, overrides, a\.\*\).*Choose among: "),
+                            r"not the name of a fusion \(FILE:3, overrides, a\.\*\).*Choose among"),
     "stage": ("joint:\n  pairs: {}",
               r"listed under its stage \(FILE:3, joint\).*pairs. Move it to forward"),
     "place": ("pairs: {enabled: true}",
@@ -423,18 +423,18 @@ IN_FILE: dict[str, tuple[str, str]] = {
                r"dtypes is a list of dtypes, or any \(FILE:2.*'bfloat16'"),
     "no dtype": ("forward: {pairs: {dtypes: []}}", r"dtypes is a list of dtypes.*a list"),
     "dtype": ("forward:\n  pairs:\n    dtypes:\n    - float32\n    - bf16",
-              r"no dtype that is computed in \(FILE:6, .*'bf16'. Did you mean 'bfloat16'"),
+              r"No operation computes in this dtype \(FILE:6, .*'bf16'. Did you mean 'bfloat16'"),
     "another dtype": ("forward: {pairs: {dtypes: [xyz]}}", r"'xyz'. Choose among: float64, "),
     "no mapping": ("forward: [pairs]", r"Settings stand in mappings \(FILE:2, forward\).*a list"),
     "nothing": ("forward:\n  pairs:", r"Settings stand in mappings \(FILE:3, pairs\).*nothing"),
     "order": ("order: mine", r"'registered', or 'listed'.*\(FILE:2\).*'mine'"),
     "order of fusions": ("order: [pairs]", r"or 'listed'.*\(FILE:2\). Received: a list\."),
     "dtypes in a list": ("forward: {pairs: {dtypes: [[float32]]}}",
-                         r"no dtype that.*Received: a list. Choose among: float64, "),
+                         r"in this dtype.*Received: a list. Choose among: float64, "),
     "yaml": ("forward: {", r"is YAML \(FILE:\d\)"),
     "date": ("forward:\n  pairs: {enabled: 2026-13-01}", r"is YAML \(FILE:3\).*month must be"),
     "tag": ("forward: !!python/name:os.system ''", r"is YAML \(FILE:2\).*python/name"),
-    "endless": ("forward: &a\n  pairs: *a", r"no key|in mappings"),
+    "endless": ("forward: &a\n  pairs: *a", r"not a key|in mappings"),
 }  # fmt: skip
 
 
@@ -477,9 +477,9 @@ def test_errors_of_a_whole_file(tmp_path: Path, content: bytes | None, message: 
     [
         ({"forward": {"pair": {}}}, r"\((opfuser|Sequential)\.fusion_config, forward\).*'pairs'"),
         ({"forward": {"pairs": {"enabled": 1}}}, r"true or false.*pairs, enabled.*Received: 1"),
-        ({"forward": {"pairs": {"dtypes": [torch.int64]}}}, r"no dtype.*int64"),
-        ({"forward": {3: {}}}, r"no name of a fusion.*'3'"),
-        ({"overrides": {"": {}}}, r"no name|no key"),
+        ({"forward": {"pairs": {"dtypes": [torch.int64]}}}, r"in this dtype.*int64"),
+        ({"forward": {3: {}}}, r"not the name of a fusion.*'3'"),
+        ({"overrides": {"": {}}}, r"not the name|not a key"),
         ({"schema": "other"}, r"is opfuser.fusions/1"),
         (3, r"a mapping or the path of a file.*int"),
     ],

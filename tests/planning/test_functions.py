@@ -104,7 +104,7 @@ WRONG: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = [
      "[Fused, A]"),
     (lambda ops: [*ops[:2], B()], "B does not fit at operation 2", "[A, B, B]"),
     (lambda ops: [A(), *ops[1:]], "A does not fit at operation 0", "[A, B, A]"),
-    (lambda ops: [ops[0], torch.nn.ReLU(), ops[2]], "returned ReLU, which is no operation",
+    (lambda ops: [ops[0], torch.nn.ReLU(), ops[2]], "returned ReLU, which is not an operation",
      "[A, ReLU, A]"),
     (lambda ops: [], "nothing covers operation 0", "[]"),
 ]  # fmt: skip

@@ -442,13 +442,13 @@ def test_kernels_that_a_call_does_not_get_are_named(
         ("te", "cpu", "emulated scaled_mm"),
     ],
 )
-def test_who_computes_quantised_products(gemm: str, device: str, by: str) -> None:
+def test_who_computes_quantized_products(gemm: str, device: str, by: str) -> None:
     model = of.Sequential(of.Linear(32, 32, bias=False, device=device))
     x = torch.ones(32, 32, device=device)
     with of.autocast(recipe=Float8CurrentScaling(gemm=gemm)):
         made = model.plan(x)
     text = str(made)
-    assert f"{by}\n" in text.partition("\nquantised")[0]
+    assert f"{by}\n" in text.partition("\nquantized")[0]
     refuses = "  fprop of op 0: torch, because te refuses: products are emulated on cpu\n"
     assert (refuses in text) == (gemm == "te")
 

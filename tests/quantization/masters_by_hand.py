@@ -1,4 +1,4 @@
-"""Masters in fp32 that a test keeps by hand, and an optimiser of torch on them."""
+"""Masters in fp32 that a test keeps by hand, and an optimizer of torch on them."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def assert_stored(seq: nn.Module, masters: Iterable[Tensor]) -> None:
 
 
 class ByHand:
-    """The optimiser on masters, and the parameters that they are rounded to, by hand.
+    """The optimizer on masters, and the parameters that they are rounded to, by hand.
 
     Args:
         seq: has the parameters, which are only read.
-        make: of the optimiser.
+        make: of the optimizer.
         groups: numbers of the parameters, each with options; None is all in one.
     """
 
@@ -103,7 +103,7 @@ class ByHand:
         assert_stored(self.seq if seq is None else seq, self.masters)
 
     def check_state(self, optimizer: MasterWeights, updated: set[Tensor]) -> None:
-        """That of the optimiser, by the parameters in its groups; with masters in it."""
+        """That of the optimizer, by the parameters in its groups; with masters in it."""
         groups = zip(optimizer.param_groups, self.optimizer.param_groups, strict=True)
         for ours, theirs in groups:
             for p, master in zip(ours["params"], theirs["params"], strict=True):

@@ -68,7 +68,7 @@ def test_codes_are_those_of_operations_on_their_own(
 ) -> None:
     """In fp32 nothing else is rounded between operations.
 
-    Where sums are added in another order, a code in some thousands is a neighbour.
+    Where sums are added in another order, a code in some thousands is a neighbor.
     """
     torch.manual_seed(0)
     with opfuser.quantized_model_init(stored, recipe):

@@ -1,4 +1,4 @@
-"""Products of quantised operands by another library than torch, which a recipe names."""
+"""Products of quantized operands by another library than torch, which a recipe names."""
 
 from __future__ import annotations
 

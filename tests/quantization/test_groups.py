@@ -1,4 +1,4 @@
-"""GroupedLinear on operands of a recipe, against a quantised BasicLinear for each group."""
+"""GroupedLinear on operands of a recipe, against a quantized BasicLinear for each group."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_the_plan_and_its_refusals() -> None:
     assert (found.quantized, found.high_precision) == ((0,), ())
     assert found.fused("forward") == {"quantized_grouped_linear": 1}
     refused = plan(op, x, Float8BlockScaling())
-    assert "not op 0: SHAPE: its features, (16, 32), are no multiples of 128" in str(refused)
+    assert "not op 0: SHAPE: its features, (16, 32), are not multiples of 128" in str(refused)
     codes = [why.code for _, why in plan(GroupedLinear(2, 32, 20), x).high_precision]
     assert codes == ["SHAPE"]
     codes = [why.code for _, why in plan(copy.deepcopy(op).double(), x.double()).high_precision]
@@ -318,7 +318,7 @@ def test_kept_scales_are_one_for_all_groups() -> None:
 
 
 def noted_roles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of all that is quantised from now on."""
+    """Of all that is quantized from now on."""
     roles: list[str] = []
     for name in ("quantize", "quantize_groups"):
         original = getattr(quantizers.OperandQuantizer, name)
@@ -334,7 +334,7 @@ def noted_roles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @STACKED
 @each_repeatable
 def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is quantised once for all micro-batches, in both layouts."""
+    """Each is quantized once for all micro-batches, in both layouts."""
     op = grouped(torch.device("cpu"), bias=False, single_grouped_weight=single)
     sizes, x, dy = [5, 0, 130], torch.randn(135, IN), torch.randn(135, OUT)
     wanted = run(copy.deepcopy(op), x, sizes, dy, recipe)
@@ -347,7 +347,7 @@ def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPa
         with opfuser.autocast(recipe=recipe), pytest.raises(QuantizedWeightError):
             op(x, torch.tensor(sizes))
     if not isinstance(recipe, (DelayedScaling, Float8PredictedScaling)):
-        assert_same(got, wanted)  # their scales are those of the call that quantised them
+        assert_same(got, wanted)  # their scales are those of the call that quantized them
 
 
 @pytest.mark.parametrize(

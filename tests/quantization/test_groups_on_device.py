@@ -241,7 +241,7 @@ def test_rows_behind_the_last_group_have_no_part_in_scales() -> None:
 
 
 @each_recipe
-def test_rows_are_quantised_as_they_are_gathered(recipe: Recipe) -> None:
+def test_rows_are_quantized_as_they_are_gathered(recipe: Recipe) -> None:
     """Output and all gradients are those of rows that are copied first, bit for bit."""
     found = []
     for copied in (False, True):

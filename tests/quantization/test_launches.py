@@ -14,7 +14,7 @@ from opfuser.kernels.launch import recorded
 from opfuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from tests.quantization.test_edges import BLOCKS
 
-# Of a norm, an activation and two linear operations; each weight is quantised in both passes.
+# Of a norm, an activation and two linear operations; each weight is quantized in both passes.
 GIVEN = {
     "norm_quantized:forward": 1,
     "gated_quantized:forward": 1,
@@ -23,7 +23,7 @@ GIVEN = {
     "norm:norm_backward": 1,
     "quantize:by_tensor": 5,
 }
-# What is quantised is read once more: but not the norm by columns, nor a weight in backward.
+# What is quantized is read once more: but not the norm by columns, nor a weight in backward.
 MEASURED = {
     "norm_quantized:forward": 1,
     "gated_quantized:forward": 1,

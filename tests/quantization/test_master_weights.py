@@ -1,4 +1,4 @@
-"""fp32 copies of parameters, which any optimiser of torch updates."""
+"""fp32 copies of parameters, which any optimizer of torch updates."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_weight_of_another_model() -> None:
 
 @pytest.mark.parametrize("recipe", [CURRENT, None])
 def test_the_meta_device(recipe: Recipe | None) -> None:
-    """``to_empty`` replaces parameters; an optimiser that has those of before does nothing."""
+    """``to_empty`` replaces parameters; an optimizer that has those of before does nothing."""
     with torch.device("meta"):
         seq = model(recipe)
     for name, p in seq.named_parameters():
@@ -179,7 +179,7 @@ def test_the_meta_device(recipe: Recipe | None) -> None:
         assert str(error.value) == (
             "Parameters have values, which masters begin with (MasterWeights). Received: "
             f"{name} of {p.dtype} and shape {tuple(p.shape)} on the meta device. "
-            "Materialise the model first: to_empty replaces its parameters."
+            "Materialize the model first: to_empty replaces its parameters."
         )
     seq.to_empty(device="cpu")
     for op in seq:
@@ -224,8 +224,8 @@ def test_weights_in_fp8_that_were_replaced(steps: int) -> None:
         with pytest.raises(MasterWeightError) as error:
             optimizer.step()
         assert str(error.value) == (
-            "A weight in FP8 stays the parameter that its optimiser was made for (MasterWeights). "
-            "Received: 1.weight, in whose place the operation has another one. Make the optimiser "
+            "A weight in FP8 stays the parameter that its optimizer was made for (MasterWeights). "
+            "Received: 1.weight, in whose place the operation has another one. Make the optimizer "
             "after what replaces parameters, as load_state_dict(assign=True) does."
         )
         optimizer.read_parameters()

@@ -227,7 +227,7 @@ def test_a_hook_that_moves_gradients_to_main_grad() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 0.02), (torch.float32, 1e-5)])
-def test_an_optimiser_that_evaluates_several_times(dtype: torch.dtype, tolerance: float) -> None:
+def test_an_optimizer_that_evaluates_several_times(dtype: torch.dtype, tolerance: float) -> None:
     """In one step, with gradients set to zero in between, both in ``grad`` and ``main_grad``."""
     head = opfuser.BasicLinear(4, 4, dtype=dtype, accumulate_into_main_grad=True)
     weight: Any = head.weight

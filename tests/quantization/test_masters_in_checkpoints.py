@@ -1,4 +1,4 @@
-"""State dicts of masters: through torch.distributed.checkpoint, and those of other optimisers."""
+"""State dicts of masters: through torch.distributed.checkpoint, and those of other optimizers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_asking_for_a_fresh_state_moves_nothing(fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_state_dict_of_the_optimiser_alone(fp8: bool) -> None:
+def test_a_state_dict_of_the_optimizer_alone(fp8: bool) -> None:
     """Masters begin with the values of the parameters, and moments are in fp32."""
     seq = model(fp8)
     plain = [nn.Parameter(v) for v in values(seq)]
@@ -244,8 +244,8 @@ SHAPE = (
     "delete the state of this parameter, which then begins with its value."
 )
 GROUPS = (
-    "A state dict has the groups of the optimiser, with as many parameters each (MasterWeights). "
-    "Received: groups of [2, 1] parameters for those of [2, 2]. Make the optimiser with the groups "
+    "A state dict has the groups of the optimizer, with as many parameters each (MasterWeights). "
+    "Received: groups of [2, 1] parameters for those of [2, 2]. Make the optimizer with the groups "
     "that were saved."
 )
 MISFITS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {

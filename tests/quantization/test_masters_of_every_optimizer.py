@@ -1,4 +1,4 @@
-"""Every optimiser of torch on masters, bit for bit as on fp32 masters that are kept by hand."""
+"""Every optimizer of torch on masters, bit for bit as on fp32 masters that are kept by hand."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _cases() -> dict[str, Make]:
 
 
 CASES = _cases()
-# Either kind of weight with every other case, and both with each kind of optimiser.
+# Either kind of weight with every other case, and both with each kind of optimizer.
 every_optimizer = pytest.mark.parametrize(
     ("case", "fp8"), [(case, bool(n % 2)) for n, case in enumerate(CASES)]
 )
@@ -183,7 +183,7 @@ def test_state_dicts(case: str, fp8: bool) -> None:
 @each_kind
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_copies(case: str, fp8: bool, copied: Callable[[Any], Any]) -> None:
-    """Of the optimiser alone, before or after the model, and of what has taken no step."""
+    """Of the optimizer alone, before or after the model, and of what has taken no step."""
     seq, optimizer = new(fp8, CASES[case])
     fresh = copied({"optimizer": optimizer, "model": seq})
     two_steps(seq, optimizer)
@@ -338,7 +338,7 @@ def test_derivatives_of_steps_are_refused() -> None:
 
 
 def test_hooks() -> None:
-    """All of them, as those of the optimiser itself; what a hook returns is used."""
+    """All of them, as those of the optimizer itself; what a hook returns is used."""
 
     def log_of(make: Callable[[nn.Module], Optimizer]) -> list[str]:
         seq = opfuser.Sequential(opfuser.Linear(4, 4, dtype=BF16))
@@ -371,7 +371,7 @@ def test_hooks() -> None:
 
 
 class _MakesStateOfAll(SGD):
-    """Makes its state whenever there is a group more, as optimisers of other packages do."""
+    """Makes its state whenever there is a group more, as optimizers of other packages do."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

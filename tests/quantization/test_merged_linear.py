@@ -1,4 +1,4 @@
-"""FP8 operands of a MergedLinear: its weights are quantised as one matrix."""
+"""FP8 operands of a MergedLinear: its weights are quantized as one matrix."""
 
 from __future__ import annotations
 

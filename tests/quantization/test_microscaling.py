@@ -339,7 +339,7 @@ def test_refused(make: Callable[[], Recipe], text: str) -> None:
 @pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=str)
 def test_quantize_rounds_as_the_operation_behind_it_does(recipe: Recipe) -> None:
-    """Operations hand on no codes of small blocks: what is rounded is quantised again."""
+    """Operations hand on no codes of small blocks: what is rounded is quantized again."""
     torch.manual_seed(0)
     x, dy = torch.randn(3, 7, 64, requires_grad=True), torch.randn(3, 7, 64)
     seq = opfuser.Sequential(opfuser.Quantize(forward=True, backward=False))

@@ -1,4 +1,4 @@
-"""State of quantised compute before the first call: who has it, and resumed runs with it."""
+"""State of quantized compute before the first call: who has it, and resumed runs with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(**options: Any) -> Any:
     )
 
 
-def quantised(module: nn.Module) -> list[str]:
+def quantized(module: nn.Module) -> list[str]:
     """The paths of operations with state, all of whose keys are there."""
     keys = [key for key in module.state_dict() if "quantization" in key]
     paths = list(dict.fromkeys(key.rpartition("quantization")[0].rstrip(".") for key in keys))
@@ -118,18 +118,18 @@ WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("<
 
 @BOTH
 @WAY
-def test_operations_that_quantise_have_state_and_others_none(
+def test_operations_that_quantize_have_state_and_others_none(
     way: Callable[[Recipe], Any], recipe: Recipe
 ) -> None:
     made = way(recipe)
-    assert quantised(made) == ["1", "3"]
+    assert quantized(made) == ["1", "3"]
     length = 3 if recipe is DELAYED else 1
     for path in ("1", "3"):
         state = made.get_submodule(path).quantization
         assert state.scale.tolist() == [1.0] * 3
         assert state.amax_history.tolist() == [[0.0] * 3] * length
         assert state.known == [False] * 3
-    assert quantised(way(Float8CurrentScaling())) == []
+    assert quantized(way(Float8CurrentScaling())) == []
 
 
 @BOTH
@@ -163,10 +163,10 @@ def test_who_follows_a_recipe() -> None:
     })  # fmt: skip
     opfuser.init_recipe_state(holder, DelayedScaling(min_features=64))
     opfuser.init_recipe_state(holder, DelayedScaling(fprop="bf16", dgrad="bf16", wgrad="bf16"))
-    assert quantised(holder) == []
+    assert quantized(holder) == []
     opfuser.init_recipe_state(holder, DELAYED)
     names = ["linear", "merged", "grouped", "stacked", "transposed"]
-    assert quantised(holder) == names
+    assert quantized(holder) == names
     before = holder["linear"].quantization
     opfuser.init_recipe_state(holder, RECIPES[1])
     assert holder["linear"].quantization is before
@@ -174,7 +174,7 @@ def test_who_follows_a_recipe() -> None:
     with opfuser.autocast(recipe=DELAYED):
         holder["linear"](torch.ones(16, 32))
     holder["linear"].recipe = holder["merged"].recipe = None
-    assert quantised(holder) == ["linear", "grouped", "stacked", "transposed"], (
+    assert quantized(holder) == ["linear", "grouped", "stacked", "transposed"], (
         "scales may be needed again"
     )
     with pytest.raises(ArgumentError, match=r"(?s)one of opfuser.recipe.*init_recipe_state.*None"):
@@ -184,17 +184,17 @@ def test_who_follows_a_recipe() -> None:
 def test_weights_stored_as_codes_have_state_with_them() -> None:
     with opfuser.quantized_model_init(recipe=DELAYED):
         made = model()
-    assert quantised(made) == ["1", "3"]
+    assert quantized(made) == ["1", "3"]
     with opfuser.quantized_model_init(recipe=Float8CurrentScaling()):
-        assert quantised(model()) == []
+        assert quantized(model()) == []
 
 
 def test_heads_that_stay_in_high_precision_have_none() -> None:
     config = DecoderConfig(64, 32, 1, 2)
     layers = [f"layers.0.{path}" for path in ("attention.2", "attention.5", "mlp.2", "mlp.4")]
     with opfuser.autocast(recipe=DELAYED):
-        assert quantised(decoder_lm(config)) == layers
-    assert quantised(decoder_lm(DecoderConfig(64, 32, 1, 2, recipe=DELAYED))) == layers
+        assert quantized(decoder_lm(config)) == layers
+    assert quantized(decoder_lm(DecoderConfig(64, 32, 1, 2, recipe=DELAYED))) == layers
 
 
 def test_without_a_recipe_keys_are_those_of_torch() -> None:
@@ -299,7 +299,7 @@ def test_scales_of_a_checkpoint_stay_with_a_model_without() -> None:
     source, target = told(DELAYED), model()
     train(source, range(2), DELAYED)
     target.load_state_dict(source.state_dict())
-    assert quantised(target) == ["1", "3"]
+    assert quantized(target) == ["1", "3"]
     assert_same(train(target, range(2, 5), DELAYED), train(source, range(2, 5), DELAYED))
 
 
@@ -396,7 +396,7 @@ def test_averages_and_functional_calls_leave_scales_alone(use_buffers: bool) -> 
     scales = {k: t.clone() for k, t in made.state_dict().items() if "quantization" in k}
     averaged.update_parameters(made)
     averaged.update_parameters(made)
-    assert quantised(averaged) == []
+    assert quantized(averaged) == []
     assert all(torch.equal(t, scales[k]) for k, t in made.state_dict().items() if k in scales)
     assert dict(made.named_buffers()) == {}
     values = {**dict(made.named_parameters()), **dict(made.named_buffers())}

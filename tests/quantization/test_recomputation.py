@@ -395,7 +395,7 @@ def test_kept_weights(recipe: Recipe, run: Run, later: bool) -> None:
 
 
 def test_weights_kept_in_forward_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each weight is quantised once for a forward and what is computed again after the block."""
+    """Each weight is quantized once for a forward and what is computed again after the block."""
     rounded = []
     original = OperandQuantizer.quantize
     monkeypatch.setattr(

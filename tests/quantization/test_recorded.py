@@ -162,7 +162,7 @@ def test_variants_of_recipes(recipe: Recipe, more: dict[str, Any]) -> None:
     assert any(map(has_backward, found(pair.model)))
 
 
-def test_products_that_only_backward_quantises() -> None:
+def test_products_that_only_backward_quantizes() -> None:
     recipe = DelayedScaling(fprop="bf16", amax_history_len=1)
     pair = Pair(swiglu())
     for step in range(6):
@@ -270,7 +270,7 @@ def test_training_and_evaluation(recipe: Recipe) -> None:
 
 @STATEFUL
 def test_evaluation_before_any_backward(recipe: Recipe) -> None:
-    """The scale of gradients is learnt after passes were recorded."""
+    """The scale of gradients is learned after passes were recorded."""
     pair = Pair(swiglu())
 
     def forward(model: nn.Module) -> Tensor:
@@ -287,7 +287,7 @@ def test_evaluation_before_any_backward(recipe: Recipe) -> None:
 
 @EVERY
 @pytest.mark.parametrize("many", [1, 4])
-def test_weights_that_are_quantised_once(recipe: Recipe, many: int) -> None:
+def test_weights_that_are_quantized_once(recipe: Recipe, many: int) -> None:
     pair = Pair(swiglu())
 
     def call(model: nn.Module) -> Tensor:
@@ -324,7 +324,7 @@ def test_a_weight_that_changes_while_it_is_kept(recipe: Recipe) -> None:
 
 
 @EVERY
-def test_a_region_without_quantised_compute(recipe: Recipe) -> None:
+def test_a_region_without_quantized_compute(recipe: Recipe) -> None:
     pair = Pair(swiglu())
 
     def call(model: nn.Module) -> Tensor:
@@ -372,7 +372,7 @@ def test_checkpoints(recipe: Recipe, reentrant: bool) -> None:
 def replace_scales(linear: opfuser.Linear, how: str) -> None:
     own = linear.quantization
     values = {name: t.clone() * 2**5 for name, t in own.state_dict().items()}
-    if how == "partly loaded":  # the scale of gradients is learnt again
+    if how == "partly loaded":  # the scale of gradients is learned again
         values["scale"][2] = 1
         values["amax"][2] = values["amax_history"][:, 2] = 0
     if how in ("assigned", "loaded", "partly loaded"):
@@ -405,7 +405,7 @@ def test_scales_that_are_replaced(recipe: Recipe, how: str) -> None:
 
 
 @EVERY
-def test_quantised_tensors_are_told(recipe: Recipe) -> None:
+def test_quantized_tensors_are_told(recipe: Recipe) -> None:
     pair = Pair(swiglu())
     told: dict[nn.Module, list[Any]] = {}
 

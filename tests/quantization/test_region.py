@@ -1,4 +1,4 @@
-"""Where quantised compute applies, the scales that are kept, and what is refused."""
+"""Where quantized compute applies, the scales that are kept, and what is refused."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_the_plan_says_what_stays_in_high_precision() -> None:
     with opfuser.autocast(recipe=CURRENT):
         plan = odd.plan(X)
     assert [(at, why.code) for at, why in plan.high_precision] == [(0, "SHAPE"), (3, "SHAPE")]
-    assert "quantised, Float8CurrentScaling: none" in str(plan)
-    assert "not op 0: SHAPE: its features, (20, 32), are no multiples of 16" in str(plan)
+    assert "quantized, Float8CurrentScaling: none" in str(plan)
+    assert "not op 0: SHAPE: its features, (20, 32), are not multiples of 16" in str(plan)
     seq = model()
     seq[0].basic_ops[0].recipe = None
     with opfuser.autocast(recipe=CURRENT):
@@ -186,7 +186,7 @@ def test_what_overflows_does_not_enter_the_history() -> None:
 def test_it_is_skipped_where_no_recipe_is_active() -> None:
     seq = model()
     record = seq.plan(X).record("quantized_linear")
-    assert (record.status, record.detail) == ("skipped", "no recipe of quantised compute is active")
+    assert (record.status, record.detail) == ("skipped", "no recipe of quantized compute is active")
     with opfuser.autocast(recipe=CURRENT), torch.no_grad():
         assert seq.plan(X).record("quantized_linear").matches == ((0, 1), (3, 4))
 

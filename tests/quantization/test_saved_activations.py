@@ -129,7 +129,7 @@ def test_forward_computes_from_what_is_not_rounded(
 
 
 def values_of_codes(x: Tensor) -> Tensor:
-    """E4M3, where the largest of 128 neighbours is the largest value, 448."""
+    """E4M3, where the largest of 128 neighbors is the largest value, 448."""
     blocks = x.double().unflatten(-1, (-1, 128))
     scale = 448 / blocks.abs().amax(-1, keepdim=True).float()
     codes = (blocks.float() * scale).to(torch.float8_e4m3fn)
@@ -211,7 +211,7 @@ def test_no_rows() -> None:
 
 
 def test_watching_changes_nothing() -> None:
-    """Then the operation behind quantises for itself."""
+    """Then the operation behind quantizes for itself."""
     torch.manual_seed(0)
     model, x = gated(), torch.randn(5, 128, requires_grad=True)
     dy = torch.randn(5, 128)
@@ -328,7 +328,7 @@ def test_checkpoints_save_the_same_again() -> None:
 
 @pytest.mark.parametrize("fprop", ["fp8", "bf16"])
 @pytest.mark.parametrize("name", ["gated", "plain", "recomputed"])
-def test_the_pass_that_first_quantises_a_tensor_sees_its_largest_value(
+def test_the_pass_that_first_quantizes_a_tensor_sees_its_largest_value(
     name: str, fprop: Any
 ) -> None:
     """The second one may make it from values of codes, and would change the next call's scale."""

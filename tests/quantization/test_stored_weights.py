@@ -117,7 +117,7 @@ def test_scales_follow_the_fields_of_the_recipe() -> None:
 
 @each_recipe
 def test_in_a_region_the_codes_are_used_as_they_are(recipe: Recipe, device: torch.device) -> None:
-    """As where their values are quantised with the same scales, which gives the codes again."""
+    """As where their values are quantized with the same scales, which gives the codes again."""
     how = {"dtype": torch.float32, "device": device}
     seq, plain = model(recipe, **how), model(None, **how)
     x, dy = (t.detach().to(device).requires_grad_() for t in inputs(torch.float32))
@@ -135,7 +135,7 @@ def test_in_a_region_the_codes_are_used_as_they_are(recipe: Recipe, device: torc
 
 
 @each_recipe
-def test_elsewhere_the_weight_is_dequantised(recipe: Recipe, device: torch.device) -> None:
+def test_elsewhere_the_weight_is_dequantized(recipe: Recipe, device: torch.device) -> None:
     seq = model(recipe).to(device)
     x, dy = (t.detach().to(device).requires_grad_() for t in inputs())
     for ours, theirs in zip(results(seq, x, dy), results(dequantized(seq), x, dy)):
@@ -308,7 +308,7 @@ def test_casts_leave_the_codes_alone(move: str, recipe: Recipe) -> None:
 
 
 @each_recipe
-def test_deferred_initialisation(recipe: Recipe) -> None:
+def test_deferred_initialization(recipe: Recipe) -> None:
     seq = model(recipe, device="meta")
     assert all(t.is_meta for t in every(seq))
     seq.to_empty(device="cpu")
@@ -355,7 +355,7 @@ def test_copies(copied: Any, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
 def test_checkpoints(recipe: Recipe) -> None:
-    """FP8 to FP8 as it is; high precision is quantised on its way, and the reverse."""
+    """FP8 to FP8 as it is; high precision is quantized on its way, and the reverse."""
     seq = model(recipe)
     other = model(recipe, preserve=True)
     for linear in (other[0], other[2]):

@@ -87,7 +87,7 @@ RECIPES: list[Recipe] = [DELAYED, Float8PredictedScaling(), Float8CurrentScaling
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_a_quantizer_quantises_as_its_operation_would(recipe: Recipe) -> None:
+def test_a_quantizer_quantizes_as_its_operation_would(recipe: Recipe) -> None:
     linear, x = opfuser.BasicLinear(32, 16), torch.randn(2, 5, 32)
     with opfuser.autocast(recipe=recipe):
         q = linear.get_quantizer("forward", 0)

@@ -27,7 +27,7 @@ by_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 class Run(NamedTuple):
-    """A decoder with its optimiser; parameters in fp32, products in bf16."""
+    """A decoder with its optimizer; parameters in fp32, products in bf16."""
 
     model: opfuser.Sequential
     optimizer: torch.optim.Optimizer

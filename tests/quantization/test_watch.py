@@ -1,4 +1,4 @@
-"""What is told of quantised tensors, against counts from the definition in float64."""
+"""What is told of quantized tensors, against counts from the definition in float64."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_what_fused_operations_hand_on_is_told_too(recipe: Recipe) -> None:
 
 
 def test_a_stored_weight_is_not_told_of() -> None:
-    """Calls do not quantise it, but what it is multiplied by."""
+    """Calls do not quantize it, but what it is multiplied by."""
     with opfuser.quantized_model_init():
         seq = linear()
     with opfuser.watch_quantization(seq) as tensors:

@@ -1,4 +1,4 @@
-"""What else than an optimiser with masters writes to parameters, and to its state."""
+"""What else than an optimizer with masters writes to parameters, and to its state."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_writes_are_noticed(write: str, place: str) -> None:
         with pytest.raises(MasterWeightError) as error:
             optimizer.step()
     assert str(error.value) == (
-        "Parameters with master weights are written to by their optimiser alone (MasterWeights). "
+        "Parameters with master weights are written to by their optimizer alone (MasterWeights). "
         "Received: 1.weight of shape (32, 16), which was written to since. Call read_parameters(), "
-        "or load the optimiser's state after that of the model."
+        "or load the optimizer's state after that of the model."
     )
     for key, value in seq.state_dict().items():
         assert torch.equal(value.float(), (new if key == name else before[key]).float())
@@ -161,7 +161,7 @@ def test_nan_is_as_good_a_value() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("write", ["copy_", "data.copy_", "data ="])
 def test_before_the_first_update_anything_writes(fp8: bool, write: str) -> None:
-    """As a model that is loaded after its optimiser was made."""
+    """As a model that is loaded after its optimizer was made."""
     seq, other = model(fp8, preserve=fp8), model(fp8, seed=1)
     optimizer = MasterWeights(seq, SGD, lr=0.05)
     for t, new in zip(seq.state_dict(keep_vars=True).values(), other.state_dict().values()):
@@ -343,7 +343,7 @@ def test_groups_that_were_changed() -> None:
         optimizer.step()
     assert str(error.value) == (
         "Parameters come into groups by add_param_group, and stay there (MasterWeights). Received: "
-        "2 that are new and 1 that are gone. Make another optimiser and load the state dict of "
+        "2 that are new and 1 that are gone. Make another optimizer and load the state dict of "
         "this one."
     )
     del optimizer.param_groups[1]

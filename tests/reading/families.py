@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .recomputed import Example
-from .tiny import BATCH, LENGTH, WIDTH, inputs_of, randomised
+from .tiny import BATCH, LENGTH, WIDTH, inputs_of, randomized
 
 VISION = frozenset({"vit", "clip_vision_model", "siglip_vision_model", "deit"})
 
@@ -71,7 +71,7 @@ class NanoGPTBlock(nn.Module):
 
 
 class Llama2cBlock(nn.Module):
-    """A block as in llama2.c: neighbours turn, by tables of one angle per pair."""
+    """A block as in llama2.c: neighbors turn, by tables of one angle per pair."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class TimmBlock(nn.Module):
 
 
 class GatedCrossBlock(nn.Module):
-    """Attention to another input by turned and normalised queries, with sinks and a gate."""
+    """Attention to another input by turned and normalized queries, with sinks and a gate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def own_blocks() -> dict[str, Example]:
     feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.SiLU(), nn.Linear(48, WIDTH))
     first: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
     return {
-        name: example._replace(module=randomised(example.module))
+        name: example._replace(module=randomized(example.module))
         for name, example in {
             "nanoGPT": Example(NanoGPTBlock(), (x,)),
             "llama2.c": Example(Llama2cBlock(), (x, angles.cos(), angles.sin())),

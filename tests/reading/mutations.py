@@ -48,7 +48,7 @@ class _Mutating(TorchFunctionMode):
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        # A trace alone makes stand-ins of parametrised weights; of a cache it knows the result.
+        # A trace alone makes stand-ins of parametrized weights; of a cache it knows the result.
         if function is torch.empty_strided or _is_in_a_cache(inspect.currentframe()):
             return result
         first = result[0] if isinstance(result, (tuple, list)) and result else result

@@ -215,7 +215,7 @@ def test_heads_whose_ends_turn_after_a_norm() -> None:
         q, k = (F.rms_norm(t, (SIZE,), None, 1e-5) for t in (q, k))
         return *(torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k)), v
 
-    with pytest.raises(KeptError, match="normalises heads, and turns their last entries"):
+    with pytest.raises(KeptError, match="normalizes heads, and turns their last entries"):
         read_of(example_of(*angles(4), heads=heads))
 
 
@@ -412,7 +412,7 @@ KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
     "queries alone": (
         {"heads": lambda m, x, *t: (turned(split(m, x)[0], *t), *split(m, x)[1:])},
         ANGLES,
-        "normalises or turns queries and keys differently",
+        "normalizes or turns queries and keys differently",
     ),
     "a table of the module": ({"heads": on_both(of_the_module)}, ANGLES, "reads buffer table"),
     "an activation of queries": (
@@ -433,7 +433,7 @@ KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
     "scaled values": (
         {"heads": lambda m, x: (*split(m, x)[:2], split(m, x)[2] * 2)},
         (),
-        "normalises, turns or scales values",
+        "normalizes, turns or scales values",
     ),
     "keys repeated otherwise": (
         {"heads": lambda m, x: (split(m, x)[0], *(t.repeat(1, 2, 1, 1) for t in split(m, x)[1:]))},

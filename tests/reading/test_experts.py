@@ -25,7 +25,7 @@ from .recomputed import (
     operation_in,
     read_of,
 )
-from .tiny import WIDTH, model_of, randomised
+from .tiny import WIDTH, model_of, randomized
 
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -243,14 +243,14 @@ class Counting:
 @pytest.mark.parametrize("shape", [(2, 7), (1, 1), (5, 1), (1, 4)])
 def test_a_loop_over_experts_is_read(visit: Any, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    module = randomised(Loop(visit))
+    module = randomized(Loop(visit))
     routers_alone(Example(module, (stream(*shape, WIDTH).requires_grad_(),)))
 
 
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_one_expert_and_all_experts(top_k: int) -> None:
     torch.manual_seed(0)
-    routers_alone(Example(randomised(Loop(hits, top_k=top_k)), (stream().requires_grad_(),)))
+    routers_alone(Example(randomized(Loop(hits, top_k=top_k)), (stream().requires_grad_(),)))
 
 
 def skipping(number: int) -> Callable[[Tensor], Any]:
@@ -319,7 +319,7 @@ KEPT: dict[str, tuple[Loop, str]] = {
 def test_another_loop_is_kept(name: str) -> None:
     loop, reason = KEPT[name]
     with pytest.raises(KeptError, match=reason):
-        read_of(Example(randomised(loop), (stream().requires_grad_(),)))
+        read_of(Example(randomized(loop), (stream().requires_grad_(),)))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -336,7 +336,7 @@ def test_activations_of_experts(interleaved: bool, clamped: bool) -> None:
         return F.linear(up * F.silu(gate), self.down[e])
 
     torch.manual_seed(0)
-    example = Example(randomised(Loop(hits, turn)), (stream().requires_grad_(),))
+    example = Example(randomized(Loop(hits, turn)), (stream().requires_grad_(),))
     routers_alone(example)
     gated = operation_in(read_of(example), Gated)
     assert (gated.interleaved, gated.limit) == (interleaved, 2.0 if clamped else None)
@@ -347,7 +347,7 @@ def test_experts_without_a_gate() -> None:
         return F.linear(F.linear(rows, self.down[e].mT.mT[:24]).relu(), self.down[e])
 
     with pytest.raises(KeptError):
-        read_of(Example(randomised(Loop(hits, turn)), (stream().requires_grad_(),)))
+        read_of(Example(randomized(Loop(hits, turn)), (stream().requires_grad_(),)))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])

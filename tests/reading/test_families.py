@@ -12,7 +12,7 @@ from opfuser.reading.kept import KeptError
 
 from .families import VISION, layer_of, own_blocks, stream
 from .recomputed import Example, assert_recomputed, read_of
-from .tiny import WIDTH, model_of, randomised
+from .tiny import WIDTH, model_of, randomized
 
 DECODERS = """arcee biogpt cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_neox
     granite helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 opt phi phi3 qwen2 qwen3
@@ -40,7 +40,7 @@ def test_a_layer_that_is_not_explained_is_kept_with_the_reason() -> None:
 def test_attention_to_another_input_by_torch_is_called() -> None:
     decoder = nn.TransformerDecoderLayer(WIDTH, 4, 48, 0.0, batch_first=True)
     given = stream().requires_grad_(), stream().requires_grad_()
-    reading = assert_recomputed(Example(randomised(decoder), given), whole=False)
+    reading = assert_recomputed(Example(randomized(decoder), given), whole=False)
     ((path, reason),) = children_called(reading)
     assert path == "multihead_attn"
     # Of a part of a weight.

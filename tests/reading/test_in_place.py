@@ -14,7 +14,7 @@ from opfuser.reading.kept import KeptError
 
 from .families import stream
 from .recomputed import Example, assert_recomputed, read_of
-from .tiny import WIDTH, randomised
+from .tiny import WIDTH, randomized
 
 
 class Layers(nn.Module):
@@ -50,7 +50,7 @@ def example(function: Callable[..., Tensor], **children: nn.Module) -> Example:
     module = Layers(function)
     for name, child in children.items():
         module.add_module(name, child)
-    return Example(randomised(module), (stream().requires_grad_(),))
+    return Example(randomized(module), (stream().requires_grad_(),))
 
 
 def summed(self: Layers, x: Tensor) -> Tensor:

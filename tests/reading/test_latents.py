@@ -25,8 +25,8 @@ HEADS, LATENT, TURNING = 4, 10, 4
 FAMILIES = ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
 
 
-def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbours turn, and are no neighbours behind it: a cache keeps them in this order."""
+def neighbors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbors turn, and are no neighbors behind it: a cache keeps them in this order."""
     a, b, half = x[..., ::2], x[..., 1::2], x.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -118,7 +118,7 @@ def call_of(module: nn.Module, cache: Any, length: int = LENGTH, total: int = 0)
 SIZES = [(6, 7), (6, 10), (4, 8), (3, 5)]
 
 
-@pytest.mark.parametrize("turn", [turned, neighbours])
+@pytest.mark.parametrize("turn", [turned, neighbors])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("written", [False, True])
 def test_a_call_without_a_cache(turn: Any, sizes: tuple[int, int], written: bool) -> None:
@@ -127,10 +127,10 @@ def test_a_call_without_a_cache(turn: Any, sizes: tuple[int, int], written: bool
     operations = [*operations_in(assert_recomputed(call_of(module, None)).operations)]
     found = {(r.heads.keys, r.size, r.interleaved) for r in operations if isinstance(r, Rotary)}
     of_one_size = sizes[0] + TURNING == sizes[1]
-    assert found == {(HEADS if of_one_size else 0, TURNING, turn is neighbours)}
+    assert found == {(HEADS if of_one_size else 0, TURNING, turn is neighbors)}
 
 
-@pytest.mark.parametrize("turn", [turned, neighbours, as_given])
+@pytest.mark.parametrize("turn", [turned, neighbors, as_given])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_call_with_an_empty_cache(turn: Any, sizes: tuple[int, int]) -> None:
     module = Latent(turn, *sizes)
@@ -146,7 +146,7 @@ def static_cache() -> Any:
     return transformers.StaticCache(config=config, max_cache_len=2 * LENGTH)
 
 
-@pytest.mark.parametrize("turn", [turned, neighbours])
+@pytest.mark.parametrize("turn", [turned, neighbors])
 @pytest.mark.parametrize("make", [transformers.DynamicCache, static_cache])
 def test_calls_with_a_cache_that_is_not_empty(turn: Any, make: Callable[[], Any]) -> None:
     module, cache, seen = Latent(turn), make(), 0
@@ -184,7 +184,7 @@ def late_turn(m: Any, x: Tensor, latent: Tensor, turning: Tensor, *tables: Tenso
 
 
 KEPT: dict[str, tuple[dict[str, Any], str]] = {
-    "turned later": ({"after": late_turn}, "normalises or turns what its cache returns"),
+    "turned later": ({"after": late_turn}, "normalizes or turns what its cache returns"),
     "keys of the input": (
         {"after": lambda m, x, a, b, *_: (a, m.down(x)[:, None, :, LATENT:])},
         "attends beside its cache to keys",
@@ -195,7 +195,7 @@ KEPT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "changed": ({"after": lambda m, x, a, b, *_: (a + 1, b)}, "attends beside its cache to keys"),
     "scaled": ({"after": lambda m, x, a, b, *_: (2 * a, b)}, "attends beside its cache to keys"),
-    "normalised later": (
+    "normalized later": (
         {"after": lambda m, x, a, b, *_: (F.rms_norm(a, (LATENT,), None, 1e-5), b)},
         "attends beside its cache to keys",
     ),
@@ -256,7 +256,7 @@ def test_tokens_that_are_not_those_of_the_queries() -> None:
         read(trace(*example).dataflow)
 
 
-@pytest.mark.parametrize("turn", [turned, neighbours])
+@pytest.mark.parametrize("turn", [turned, neighbors])
 @pytest.mark.parametrize("masked", [False, True])
 def test_no_operation_is_overlooked(turn: Any, masked: bool) -> None:
     example = call_of(Latent(turn), transformers.DynamicCache(), total=LENGTH * masked)

@@ -15,7 +15,7 @@ from opfuser.reading.operations import HeadNorm
 
 from .families import stream
 from .recomputed import Example, assert_recomputed, called_in, operation_in, read_of
-from .tiny import WIDTH, randomised
+from .tiny import WIDTH, randomized
 
 
 class Odd(nn.Module):
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 def _example(*others: Tensor | None, module: nn.Module | None = None) -> Example:
-    module = randomised(module or Layer())
+    module = randomized(module or Layer())
     return Example(module, (stream(2, 7, WIDTH).requires_grad_(), *others))
 
 
@@ -274,7 +274,7 @@ class HeadNorms(Weighing):
 @pytest.mark.parametrize("how", [{}, {"bias": False}, {"elementwise_affine": False}])
 def test_layer_norms_of_queries_and_keys(how: dict[str, bool]) -> None:
     reading = assert_recomputed(_example(module=HeadNorms(**how)))
-    assert operation_in(reading, HeadNorm).centred
+    assert operation_in(reading, HeadNorm).centered
 
 
 def test_layer_norms_of_queries_alone_are_refused() -> None:

@@ -20,7 +20,7 @@ from opfuser.reading.tracer import trace
 from .families import stream
 from .mutations import outcomes_of
 from .recomputed import Example, assert_recomputed, operation_in, operations_in, read_of
-from .tiny import WIDTH, randomised
+from .tiny import WIDTH, randomized
 
 HEADS = 4
 SHAPES = [(3, 7), (7, 3), (4, 4), (1, 5), (5, 1), (1, 1)]
@@ -34,7 +34,7 @@ class Attends(nn.Module):
         torch.manual_seed(0)
         self.attention = nn.MultiheadAttention(WIDTH, HEADS, p, batch_first=batch_first)
         self.norm, self.options = nn.LayerNorm(WIDTH), options
-        randomised(self)
+        randomized(self)
 
     def forward(self, x: Tensor, mask: Any = None, padding: Any = None) -> Tensor:
         y = self.norm(x)
@@ -140,7 +140,7 @@ class Cross(nn.Module):
             WIDTH, HEADS, bias=False, kdim=24, vdim=24, batch_first=batch_first
         )
         self.options = options
-        randomised(self)
+        randomized(self)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         return x + self.attention(x, memory, memory, **self.options)[0]
@@ -170,7 +170,7 @@ class Joined(nn.Module):
         torch.manual_seed(0)
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.order = order
-        randomised(self)
+        randomized(self)
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         s, b, _ = x.shape
@@ -241,7 +241,7 @@ def test_rows_that_are_exchanged_and_back_are_read() -> None:
             y = super().forward(x.transpose(0, 1)).relu()
             return x + y.permute(1, 0, 2)
 
-    module = randomised(Module(WIDTH, WIDTH))
+    module = randomized(Module(WIDTH, WIDTH))
     assert_recomputed(Example(module, (stream(3, 14, WIDTH).requires_grad_(),)))
 
 

@@ -113,7 +113,7 @@ def test_a_function_of_another_package_has_no_name_of_torchs() -> None:
     assert all("::" in op for op in ops(found)[:2])
 
 
-def test_shared_and_parametrised_parameters_are_values_of_their_paths() -> None:
+def test_shared_and_parametrized_parameters_are_values_of_their_paths() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     module[1].weight = module[0].weight
     parametrizations.weight_norm(module[0])
@@ -533,7 +533,7 @@ KEPT: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "sparse": (
         lambda self, x: x @ self.sparse,
-        "has tensors that are sparse, nested or quantised",
+        "has tensors that are sparse, nested or quantized",
     ),
     "error": (lambda self, x: x + self.missing, "could not be traced: AttributeError"),
     "result": (lambda self, x: {x}, "returns a set"),
@@ -623,8 +623,8 @@ def test_a_device_may_be_named_by_a_string() -> None:
     assert ops(found) == ["ones", "add"]
 
 
-def test_parameters_that_are_not_initialised_keep_the_module_for_the_time() -> None:
-    with pytest.raises(NotNowError, match="has parameters that are not initialised"):
+def test_parameters_that_are_not_initialized_keep_the_module_for_the_time() -> None:
+    with pytest.raises(NotNowError, match="has parameters that are not initialized"):
         trace(nn.LazyLinear(WIDTH), (given(),), {})
 
 

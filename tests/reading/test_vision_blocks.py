@@ -14,7 +14,7 @@ from opfuser.reading.kept import KeptError
 from .families import stream
 from .mutations import outcomes_of
 from .recomputed import Example, assert_recomputed, called_in, read_of
-from .tiny import LENGTH, WIDTH, randomised
+from .tiny import LENGTH, WIDTH, randomized
 
 
 class LayerScale(nn.Module):
@@ -120,7 +120,7 @@ class Swin(nn.Module):
 
 def example(module: nn.Module, *shape: int) -> Example:
     torch.manual_seed(0)
-    return Example(randomised(module), (stream(*shape).requires_grad_(),))
+    return Example(randomized(module), (stream(*shape).requires_grad_(),))
 
 
 WHOLE: dict[str, Any] = {

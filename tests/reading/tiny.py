@@ -160,10 +160,10 @@ def _made(kind: Any, config: Any, attention: str, *, use_cache: bool = False) ->
         if "attention implementation" not in str(error):
             raise
         model = make(config, attn_implementation="eager")
-    return randomised(model)
+    return randomized(model)
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomized(module: nn.Module) -> nn.Module:
     """The module in fp64, none of its parameters being 0 or 1."""
     module.double()
     with torch.no_grad():

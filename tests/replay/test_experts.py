@@ -153,7 +153,7 @@ def test_other_groups_of_codes_at_every_call(
     ],
     ids=str,
 )
-def test_which_quantised_experts_only_launch_kernels(
+def test_which_quantized_experts_only_launch_kernels(
     recipe: Recipe, change: dict[str, Any], expected: bool
 ) -> None:
     how: Any = {"device": "meta", "dtype": BF16, **change}

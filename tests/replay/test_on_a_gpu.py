@@ -1,4 +1,4 @@
-"""Replayed calls among streams, threads, captures and optimisers of a GPU."""
+"""Replayed calls among streams, threads, captures and optimizers of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls with a recipe of quantised compute, whose scales follow replayed calls too."""
+"""Calls with a recipe of quantized compute, whose scales follow replayed calls too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPES: dict[str, Recipe] = {
 @pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 @pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize("name", RECIPES)
-def test_quantised_calls(name: str, device: torch.device) -> None:
+def test_quantized_calls(name: str, device: torch.device) -> None:
     recipe = RECIPES[name]
     model = opfuser.Sequential(
         opfuser.Linear(128, 256), opfuser.SwiGLU(), opfuser.Linear(128, 128)

@@ -169,13 +169,13 @@ def test_every_fusion_has_its_reasons() -> None:
     assert all(r.detail in " ".join(alone) for r in off)
 
 
-def test_quantised_compute_is_an_entry() -> None:
+def test_quantized_compute_is_an_entry() -> None:
     sequence = opfuser.Sequential(opfuser.Linear(512, 512), opfuser.Linear(512, 8)).to("meta")
     x = torch.empty(256, 512, device="meta", requires_grad=True)
     with opfuser.autocast(recipe=opfuser.recipe.Float8CurrentScaling()):
         plan = sequence.plan(x)
     reader = read(page({"": plan}, "x"))
-    assert reader.all("name mono")[0] == "quantised compute"
+    assert reader.all("name mono")[0] == "quantized compute"
     assert plan.high_precision
     assert any(str(plan.high_precision[0][1]) in line for line in reader.all("li"))
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: widths, colours, the filter, the keyboard.
+"""The page in a real browser: widths, colors, the filter, the keyboard.
 
 Where chromium is not installed these tests are skipped; ``apt-get install chromium`` installs it on
 Debian.
@@ -116,7 +116,7 @@ def test_texts_of_the_picture_are_inside_their_boxes(opened: Any, name: str) -> 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_follow_the_reader_and_can_be_read(opened: Any, scheme: str) -> None:
+def test_colors_follow_the_reader_and_can_be_read(opened: Any, scheme: str) -> None:
     shown = opened("decoder", color_scheme=scheme)
     shown.locator("#filter").fill("norm")
     pairs = shown.evaluate(

@@ -312,10 +312,10 @@ def test_notebooks_show_the_picture() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast of two colours, as WCAG 2.2 defines it."""
+    """Contrast of two colors, as WCAG 2.2 defines it."""
 
-    def luminance(colour: str) -> float:
-        digits = colour[1:] if len(colour) == 7 else "".join(2 * d for d in colour[1:])
+    def luminance(color: str) -> float:
+        digits = color[1:] if len(color) == 7 else "".join(2 * d for d in color[1:])
         values = [int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4)]
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -335,10 +335,10 @@ INKS = {
 
 @pytest.mark.parametrize("palette", [drawn.LIGHT, drawn.DARK], ids=["light", "dark"])
 def test_texts_can_be_read_on_what_is_below_them(palette: str) -> None:
-    colours = dict(entry.removeprefix("--").split(":") for entry in palette.split(";"))
+    colors = dict(entry.removeprefix("--").split(":") for entry in palette.split(";"))
     for ink, grounds in INKS.items():
         for ground in grounds:
-            assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
+            assert contrast(colors[ink], colors[ground]) >= 4.5, (ink, ground)
 
 
 def test_a_plan_without_names_is_drawn_too() -> None:

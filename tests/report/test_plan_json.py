@@ -106,7 +106,7 @@ def test_a_plain_module_has_its_path_and_no_counts() -> None:
     assert data["saved"] is None
 
 
-def test_quantised_compute() -> None:
+def test_quantized_compute() -> None:
     (plan,) = document(explained(load("tests.cli.models:fp8", ["128x256"])))["sequences"].values()
     assert plan["call"]["recipe"] == "Float8BlockScaling"
     assert [op["quantized"] for op in plan["operations"]] == [True, True]

@@ -1,4 +1,4 @@
-"""One training of the soak: a small GPT, its optimiser, and what a checkpoint has of both."""
+"""One training of the soak: a small GPT, its optimizer, and what a checkpoint has of both."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CASES = (
 
 
 class Training:
-    """A new model and its optimiser, of which this rank has a part."""
+    """A new model and its optimizer, of which this rank has a part."""
 
     def __init__(self, case: Case, corpus: Corpus) -> None:
         self.case, self.corpus, self.step = case, corpus, 0
@@ -120,7 +120,7 @@ class Training:
             return self.model(tokens, targets)
 
     def train(self) -> float:
-        """One step of the optimiser over four micro-batches; the mean loss of all ranks."""
+        """One step of the optimizer over four micro-batches; the mean loss of all ranks."""
         batch = training_batch(self.corpus.train, SEQUENCES, LENGTH, SEED, self.step)
         total = torch.zeros(())
         for n, parts in enumerate(zip(*(t.chunk(MICROBATCHES) for t in batch))):

@@ -140,7 +140,7 @@ class BasicOperation(FusibleOperation):
         return None
 
     def gemm_choices(self, env: Any) -> Iterable[GemmChoice]:
-        """Libraries for its quantised products, if the recipe of ``env`` names other than torch."""
+        """Libraries for its quantized products, if the recipe of ``env`` names other than torch."""
         return ()
 
     def holds_data(self, n: int) -> bool:
@@ -152,11 +152,11 @@ class BasicOperation(FusibleOperation):
         return False
 
     def num_quantizers(self, mode: str) -> int:
-        """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantise."""
+        """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantize."""
         return 0
 
     def get_quantizer(self, mode: str, index: int) -> Any | None:
-        """How a tensor is quantised in the region that the caller is in; None: it is not.
+        """How a tensor is quantized in the region that the caller is in; None: it is not.
 
         Args:
             mode: ``"forward"`` or ``"backward"``.
@@ -199,7 +199,7 @@ class BasicOperation(FusibleOperation):
         return ctx.settings
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        """The dtype of the output, which plans of the operations behind it depend on.
+        """The dtype of the output, which plans of the operations after it depend on.
 
         By default the input's, or the first parameter's where the input holds integers.
         """
@@ -319,7 +319,7 @@ class BasicOperation(FusibleOperation):
             return parameters[name]
         owner = own.get("_owner")
         if owner is not None and name in own["_parameter_names"]:
-            return getattr(owner, name)  # parametrised on the compound
+            return getattr(owner, name)  # parametrized on the compound
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -330,19 +330,19 @@ class BasicOperation(FusibleOperation):
     def parameter_slots(self) -> list[tuple[nn.Module, str]]:
         """The modules and names that hold this operation's parameters, in registration order.
 
-        A parametrised parameter counts under its own name: its value is computed at every read.
+        A parametrized parameter counts under its own name: its value is computed at every read.
 
         Raises:
-            ArgumentError: a basic operation of a compound is parametrised, not the compound.
+            ArgumentError: a basic operation of a compound is parametrized, not the compound.
         """
         slots: list[tuple[nn.Module, str]] = []
         owner = self._owner or self
         parametrized = parametrize.is_parametrized(owner)
         if self._owner is not None and parametrize.is_parametrized(self):
             raise ArgumentError.explained(
-                "The parameters of a compound are parametrised on the compound",
+                "The parameters of a compound are parametrized on the compound",
                 where=type(self._owner).__name__,
-                received="a parametrisation of one of its basic_ops",
+                received="a parametrization of one of its basic_ops",
                 remedy="Register it on the compound itself",
             )
         replaced: list[str] = []

@@ -17,33 +17,32 @@ from ..traced_calls import TracedCalls
 class FusibleOperation(TracedCalls, Tracked):
     """An operation that can take part in fusion: a basic operation or a fused one.
 
-    Numbers of any kind that are set as attributes become Python's int or float.
+    Numbers of any type that are set as attributes become Python's int or float.
 
     Class attributes:
-        read_only: names of attributes that cannot be set once they have a value, because something
-            derived from them, such as the shape of a parameter, would not follow.
-        replayable: promises that both passes do nothing but launch kernels on tensors that are
-            their arguments, parameters, buffers, :meth:`BasicOperation.cached_tensors` or made on
-            the way: no value is read by the host, nothing else is changed. Launches can then be
-            recorded and replayed. A class outside of the library must state it itself; it is not
-            inherited.
-        recordable: promises that both passes compute by functions of torch alone, custom operators
-            of ``torch.library`` among them, whose calls depend on nothing but shapes, dtypes,
-            attributes and modes of torch. Equal calls can then be repeated without the operation,
-            see ``docs/what-runs.md``. A kernel that is called by other means is not seen, and would
-            be left out. Not inherited; of the library's own it is always true.
-        kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
-            Not inherited by classes outside of the library. The library's own name families of
-            Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
-            fused one of it, by default, has those of its basic operations.
-        emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
-            output, where it is given one.
-        emits_groups: whether forward gathers the rows of groups as ``next_op_input_quantizer``, a
-            ``GroupQuantizer``, says where it is given one.
-        emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
-            context makes of the gradient of its input, where that is not None.
-        frees_output_grad: whether backward is handed the only reference to the gradient of its
-            output, where the engine has no other, and lets go of it before its GEMMs.
+        read_only: names of attributes that cannot be changed, because something derived from them,
+            such as the shape of a parameter, would not follow.
+        replayable: promises that both passes only launch kernels on tensors that are arguments,
+            parameters, buffers, :meth:`BasicOperation.cached_tensors` or temporary: the host reads
+            no value, and nothing else changes. Launches can then be recorded and replayed. It is
+            not inherited: a class outside of the library must set it itself.
+        recordable: promises that both passes compute with torch functions only, including custom
+            operators of ``torch.library``, and that which functions they call depends only on
+            shapes, dtypes, attributes and torch's modes. Equal calls can then be repeated without
+            the operation, see ``docs/what-runs.md``. Any other kernel call would not be recorded,
+            and would be missing. Not inherited; always true for the library's own operations.
+        kernels: the kernels of the operation, for the text of plans: ``("my_package.my_norm",)``.
+            Not inherited by classes outside of the library. The library's own operations name
+            families of Triton kernels, which plain torch replaces where they do not run, and
+            ``"GEMM"``; its fused operations have those of their basic operations by default.
+        emits_quantized: whether forward returns its output quantized by
+            ``next_op_input_quantizer``, if there is one.
+        emits_groups: whether forward gathers the rows of groups as ``next_op_input_quantizer``
+            says, if that is a ``GroupQuantizer``.
+        emits_quantized_grad: whether backward returns the gradient of its input quantized by
+            ``grad_input_quantizer`` of its first context, if that is not None.
+        frees_output_grad: whether backward receives the only reference to the gradient of its
+            output, if the engine has no other, and drops it before its GEMMs.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
@@ -75,13 +74,13 @@ class FusibleOperation(TracedCalls, Tracked):
 
     @property
     def quantized_ops(self) -> Sequence[FusibleOperation]:
-        """The operations among those that it covers whose GEMMs take quantised operands."""
+        """The operations among those that it covers whose GEMMs take quantized operands."""
         return ()
 
     def takes_quantized(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
-        """The ``Quantizer`` that makes the input which forward takes; None: a tensor.
+        """The ``Quantizer`` of the input that forward takes; None means that it takes a tensor.
 
-        An operation that returns one must take tensors all the same. Asked once per plan.
+        An operation that returns one must accept tensors too. Called once per plan.
 
         Args:
             env: the ``Env`` of the call.
@@ -92,22 +91,22 @@ class FusibleOperation(TracedCalls, Tracked):
     def takes_groups(
         self, env: Any, needs: Sequence[GradNeeds | None], gathers: FusibleOperation
     ) -> Any | None:
-        """The ``GroupQuantizer`` of what ``gathers`` gathers for it, likewise.
+        """The ``GroupQuantizer`` of the rows that ``gathers`` gathers for it, likewise.
 
         Args:
-            env, needs: as of :meth:`takes_quantized`.
-            gathers: the operation in front.
+            env, needs: see :meth:`takes_quantized`.
+            gathers: the preceding operation.
         """
         return None
 
     def takes_quantized_grad(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
-        """The ``Quantizer`` of the output's gradient that backward takes; None: a tensor."""
+        """The ``Quantizer`` of the output's gradient that backward takes; None means a tensor."""
         return None
 
     def quantized_edges(self, env: Any, needs: Sequence[GradNeeds | None]) -> Sequence[Any]:
-        """A ``QuantizedEdge`` for each tensor inside that goes from kernel to kernel as codes.
+        """A ``QuantizedEdge`` for each internal tensor that kernels exchange as codes.
 
-        Operations are numbered from that which comes first in this one.
+        Operations are numbered from the first one that this one covers.
         """
         return ()
 
@@ -118,18 +117,18 @@ class FusibleOperation(TracedCalls, Tracked):
         """Called before every forward. Override only if needed: it costs host time."""
 
     def own_forward(self) -> str:
-        """Why calls may do something else than the passes, as a predicate; empty if they do not.
+        """Why calls may do something other than the passes, as a predicate; empty if they do not.
 
-        Asked, after changes, of operations whose class has a ``forward`` of its own.
+        Called after changes, for operations whose class has its own ``forward``.
         """
         return "has a forward of its own"
 
     def get_input_quantizer(self) -> Any | None:
-        """How the input is quantised in the region that the caller is in; None: it is not."""
+        """How the input is quantized in the current region; None if it is not."""
         return None
 
     def get_grad_output_quantizer(self) -> Any | None:
-        """How the gradient of the output is quantised there; None: it is not."""
+        """How the gradient of the output is quantized in the current region; None if it is not."""
         return None
 
     def fuser_forward(

@@ -16,7 +16,7 @@ from ...errors import BackwardResultError, ForwardResultError
 def refuse_output(step: str, result: object) -> ForwardResultError:
     """The error about a step that returned no tensor, or not what a fused forward returns."""
     return ForwardResultError.explained(
-        "The forward of an operation returns a tensor",
+        "op_forward returns a tensor, fuser_forward a pair",
         where=step,
         received=_described(result),
         remedy="Return the output from op_forward, and the pair of the output and the list of "

@@ -209,7 +209,7 @@ def _addresses(
     """The text of the addresses of all tensors, joined bit by bit.
 
     Raises:
-        NotRecordableError: one is no multiple of 16 bytes.
+        NotRecordableError: one is not a multiple of 16 bytes.
     """
     if any(not is_aligned(t) for t in all_inputs(arguments)):
         raise NotRecordableError("a tensor begins at no multiple of 16 bytes")

@@ -100,7 +100,7 @@ class Call(NamedTuple):
         step: whose it is.
         text: of the call, with names of tensors as :func:`marked` returns them.
         reads: the names in it.
-        results: names of what it returns, None for what is no tensor.
+        results: names of what it returns, None for what is not a tensor.
         unpacked: whether it returns several.
         effect: whether it does anything besides returning these.
         shares: names in it with whose memory that of a result is one.

@@ -343,7 +343,7 @@ class Recorder(TorchFunctionMode):
                 self.reused.append(own)
 
     def note_setting(self, holder: Any, name: str, value: Hashable) -> None:
-        """Notes that an attribute of ``holder`` is set, which is no tensor."""
+        """Notes that an attribute of ``holder`` is set, which is not a tensor."""
         kind = type(holder).__name__.strip("_").lower()
         text = f"{self._names.bind(holder, kind)}.{name} = {self._names.bind(value, name)}"
         self.calls.append(Call(self._step(), text, (), (), False, effect=True))

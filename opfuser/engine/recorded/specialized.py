@@ -364,7 +364,7 @@ class Specializations:
 
         Args:
             program: whose pass it is.
-            special, dy, received, saved, kept, keep: as of :meth:`find_backward`.
+            special, dy, received, saved, kept, keep: see :meth:`find_backward`.
         """
         kind = self._kind_of_backward(dy, received, kept, keep)
         if kind is None or special.refusal is not None:

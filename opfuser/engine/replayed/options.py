@@ -20,7 +20,7 @@ class ReplayOptions:
     Attributes:
         mode: "off"; "on", recording the second of equal calls; "auto", recording where measured
             times say that it pays.
-        after: equal calls that run as usual before any is measured, in mode "auto".
+        after: number of equal calls that run as usual before any is timed, in mode "auto".
         instances: recordings per kind of call, each for one forward pass whose backward pass is
             still to come.
         memory: of all recordings on a device, as a fraction of the device's; None is half of it
@@ -66,21 +66,21 @@ def check_mode(mode: str, where: str) -> str:
 class replay:  # noqa: N801 - reads as the statement that it is
     """Switches replayed plans on or off; inside ``with``, until the block ends.
 
-    Equal calls of a sequence launch the same kernels on the same memory. They are recorded as CUDA
-    graphs, one for each pass, and replayed: the host's work no longer depends on the number of
+    Equal calls of a sequence are recorded as CUDA graphs, one for each pass, and replayed: they
+    launch the same kernels on the same memory, and CPU overhead no longer depends on the number of
     operations. Calls that cannot be replayed run as usual; ``seq.last_plan.replays`` says why.
 
-    In mode "auto" some equal calls are measured, without waiting for the device. If it waits for
-    the host, one is recorded, replayed on trial and measured again; where calls are no faster than
-    as usual, the recording is given up.
+    In mode "auto", some equal calls are timed, without waiting for the device. If the device waits
+    for the host, a call is recorded, replayed as a trial and timed again; if that is not faster,
+    the recording is discarded.
 
     Args:
         mode: "off", "on", or "auto".
-        after: equal calls that run as usual before any is measured, in mode "auto".
-        instances: recordings per kind of call: how many forward passes may wait for their backward
-            pass at a time. Further ones run as usual.
-        memory: of all recordings on a device, as a fraction of the device's. By default half of it
-            in mode "on", a twentieth in mode "auto".
+        after: number of equal calls that run as usual before any is timed, in mode "auto".
+        instances: recordings per kind of call: how many forward passes may be waiting for their
+            backward pass at the same time. More run as usual.
+        memory: limit for all recordings on a device, as a fraction of its memory. The default is
+            0.5 in mode "on", and 0.05 in mode "auto".
 
     Raises:
         ArgumentError: a value is outside its domain.

@@ -330,9 +330,11 @@ def _refusal_of_call(graphs: type[CudaGraph], call: ReplayCall) -> Refusal | Non
     if internals.transforms_active() or internals.in_forward_mode():
         return Refusal("TRANSFORM", "a transform of torch.func, or forward mode, is under way")
     if internals.saved_tensors_hooks(False) is not None:
-        return Refusal("SAVED_TENSOR_HOOKS", "hooks, as of a checkpoint, are to see saved tensors")
+        return Refusal(
+            "SAVED_TENSOR_HOOKS", "hooks, such as those of a checkpoint, must see saved tensors"
+        )
     if torch.is_anomaly_enabled():
-        return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
+        return Refusal("ANOMALY_MODE", "errors must be traced to operations")
     if graphs.under_way():
         return Refusal("CAPTURING", "the caller captures a graph of its own")
     quantized = _refusal_of_quantization(call.program.plan.env.recipe)
@@ -344,13 +346,13 @@ def _refusal_of_call(graphs: type[CudaGraph], call: ReplayCall) -> Refusal | Non
 
 
 def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
-    """Why a call is not replayed because of what quantised compute keeps or tells around it."""
+    """Why a call is not replayed because of what quantized compute keeps or tells around it."""
     if isinstance(recipe, DelayedScaling) and (computed_again() is not None or parts_under_way()):
         return Refusal("CHECKPOINT", "what is computed twice has the scales of the first time")
     if kept_weights() is not None:
-        return Refusal("KEPT_WEIGHTS", "quantised weights are kept for calls outside of recordings")
+        return Refusal("KEPT_WEIGHTS", "quantized weights are kept for calls outside of recordings")
     if is_watched():
-        return Refusal("WATCHED", "what is quantised is to be told")
+        return Refusal("WATCHED", "quantized tensors are being watched")
     return None
 
 
@@ -360,7 +362,7 @@ def _refusal_unless_asked(graphs: type[CudaGraph]) -> Refusal | None:
     if objection is not None:
         return Refusal("DEBUGGING", objection)
     if BytesSaved.wanted:
-        return Refusal("WATCHED", "what every call saves is to be told")
+        return Refusal("WATCHED", "subscribers receive what every call saves")
     if torch.are_deterministic_algorithms_enabled():
         return Refusal("DETERMINISTIC", "which calls are replayed would depend on measured times")
     return None

@@ -61,7 +61,7 @@ class ActivationPart(Part):
     each block of 128 columns lies within gates or linear units.
 
     Args:
-        behind: the part behind if it is quantised; None: the input is saved as it is.
+        behind: the part behind if it is quantized; None: the input is saved as it is.
 
     Raises:
         NotSupportedError: a bias before a gated activation.

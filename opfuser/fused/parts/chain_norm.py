@@ -1,4 +1,4 @@
-"""A chain of element-wise operations and the norm behind it as a part of a joint fusion."""
+"""A chain of element-wise operations and the norm after it as a part of a joint fusion."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Wanted(NamedTuple):
-    """What the neighbours of a part want of its backward.
+    """What the neighbors of a part want of its backward.
 
     Attributes:
         input_grad: how the part before wants the gradient of its output; None: as a tensor.
@@ -55,13 +55,13 @@ class Part:
 
     Methods receive the contexts of these operations, in forward order, and save into them. A method
     that receives no input reads the one that forward saved. Who receives a quantizer may return a
-    tensor all the same, and its neighbour quantises it.
+    tensor all the same, and its neighbor quantizes it.
 
     Attributes:
         ops: the operations, in forward order.
-        quantized_ops: those of them whose GEMMs take quantised operands.
+        quantized_ops: those of them whose GEMMs take quantized operands.
         recomputed: whether :meth:`recompute` will be called; set by the pipeline.
-        emits_quantized: whether the output can be quantised, in forward and where backward
+        emits_quantized: whether the output can be quantized, in forward and where backward
             recomputes it; else no quantizer is given.
         emits_quantized_grad: whether the gradient of the input can be.
 
@@ -103,7 +103,7 @@ class Part:
         """The output, and for each operation its extra outputs.
 
         Args:
-            x: the input; quantised only as :meth:`input_quantizer` says.
+            x: the input; quantized only as :meth:`input_quantizer` says.
             extras: for each operation its extra inputs.
             save_input: whether to save the input; if not, backward receives it.
             quantizer: how the part behind wants the output.

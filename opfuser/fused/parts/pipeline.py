@@ -39,8 +39,8 @@ class Edge(Enum):
     RECOMPUTE = "recompute"
 
 
-class _Neighbour(NamedTuple):
-    """A part that takes quantised operands, beside another one."""
+class _Neighbor(NamedTuple):
+    """A part that takes quantized operands, beside another one."""
 
     part: Part
     own: slice
@@ -57,15 +57,15 @@ class _Place(NamedTuple):
         early: whether it must be recomputed before any gradient: this part's backward reads it, or
             a later input is recomputed from it. If not, the backward of the part before recomputes
             it along with its gradients.
-        before, behind: the neighbours that take from it what is quantised.
+        before, behind: the neighbors that take from it what is quantized.
     """
 
     part: Part
     own: slice
     recomputed: bool
     early: bool
-    before: _Neighbour | None
-    behind: _Neighbour | None
+    before: _Neighbor | None
+    behind: _Neighbor | None
 
 
 class Pipeline(FusedOperation):
@@ -145,7 +145,7 @@ class Pipeline(FusedOperation):
         return edges
 
     @staticmethod
-    def _input_quantizer(behind: _Neighbour, ctxs: Contexts) -> Quantizer | None:
+    def _input_quantizer(behind: _Neighbor, ctxs: Contexts) -> Quantizer | None:
         """In forward, how the part behind wants its input."""
         own = ctxs[behind.own]
         saves = not (behind.recomputed and own[0].needs.input)
@@ -266,7 +266,7 @@ def _places(parts: Sequence[Part], edges: Sequence[Edge]) -> tuple[_Place, ...]:
         stop = own.start
     places.reverse()
     around = [
-        _Neighbour(place.part, place.own, place.recomputed) if place.part.quantized_ops else None
+        _Neighbor(place.part, place.own, place.recomputed) if place.part.quantized_ops else None
         for place in places
     ]
     return tuple(

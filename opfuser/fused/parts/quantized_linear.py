@@ -40,7 +40,7 @@ def linear_part(
     add: AddExtraInput | None = None,
     env: Env | None = None,
 ) -> LinearPart:
-    """The part for a linear operation in a call, quantised where its recipe says so."""
+    """The part for a linear operation in a call, quantized where its recipe says so."""
     if (
         env is None
         or env.recipe is None
@@ -58,7 +58,7 @@ class _Weight(NamedTuple):
         w: its values, or codes.
         scale: of codes that are stored.
         amax: the largest value, where codes of both passes need it.
-        operands: what quantises it.
+        operands: what quantizes it.
     """
 
     w: Tensor
@@ -75,12 +75,12 @@ class QuantizedLinearPart(LinearPart):
     """As :class:`LinearPart`, with products of FP8 codes.
 
     Saves the weight, and of its input the codes by columns, one byte each, unless the part before
-    recomputes it. The weight is quantised in each pass for the layout that it needs there; its
+    recomputes it. The weight is quantized in each pass for the layout that it needs there; its
     largest value, where scales come from that, is saved. So are scales that are kept from call to
-    call, for what backward quantises again: other calls may change them before.
+    call, for what backward quantizes again: other calls may change them before.
 
     Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
-    gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
+    gathered before it is quantized, and outputs of GEMMs are reduced. A gathered input is not
     saved, but that of this rank, and gathered again in backward.
     """
 
@@ -174,7 +174,7 @@ class QuantizedLinearPart(LinearPart):
         return _Weight(w, scale, amax, self._operands_again(ctx))
 
     def _rounds_again(self, ctx: OperationContext, weight: _Weight, by_cols: bool) -> bool:
-        """Whether backward quantises again what forward has quantised.
+        """Whether backward quantizes again what forward has quantized.
 
         Not so where weights are kept, but a checkpoint, which may not see that they are, has to
         save as many tensors again.
@@ -311,7 +311,7 @@ class QuantizedLinearPart(LinearPart):
         return whole
 
     def _grad_codes(self, ctxs: Contexts, dy: Any) -> Codes:
-        """The gradient of the output, quantised once."""
+        """The gradient of the output, quantized once."""
         if isinstance(dy, QuantizedTensor):
             return dy.codes
         ctx = ctxs[0]
@@ -326,7 +326,7 @@ class QuantizedLinearPart(LinearPart):
         return OperandQuantizer(self.linear, self.recipe)
 
     def _operands_again(self, ctx: OperationContext) -> OperandQuantizer:
-        """In backward, for what forward has quantised."""
+        """In backward, for what forward has quantized."""
         return OperandQuantizer(self.linear, self.recipe, ctx.saved_tensors[5])
 
     def _codes(self, ctx: OperationContext, weight: _Weight, *, rows: bool) -> Codes:

@@ -24,17 +24,17 @@ NAME = "opfuser"
 def register_attention() -> None:
     """Registers opfuser's attention with transformers, as ``attn_implementation="opfuser"``.
 
-    Models then take the name in ``from_pretrained``, ``from_config`` and
-    ``set_attn_implementation``. Attention is computed by :class:`opfuser.DotProductAttention`, with
-    what families pass: any number of key heads, dropout, soft-capping, sinks, masks that are bool
-    or added, biases of positions with their gradients, several sequences in one row by
-    ``position_ids`` or by ``cu_seq_lens_q`` and ``max_length_q``. Windows and chunks are in the
-    masks, which are those of ``"sdpa"``. A later call changes nothing.
+    Models then accept the name in ``from_pretrained``, ``from_config`` and
+    ``set_attn_implementation``. :class:`opfuser.DotProductAttention` computes attention, with
+    everything that families pass: any number of key heads, dropout, soft-capping, sinks, bool and
+    additive masks, position biases with gradients, and several sequences in one row by
+    ``position_ids`` or by ``cu_seq_lens_q`` and ``max_length_q``. Windows and chunks are part of
+    the masks, which are those of ``"sdpa"``. A second call has no effect.
 
     Raises:
-        MissingPackageError: there is no transformers, or one without these registers.
-        NotSupportedError: in calls of a model, for weights of attention, for paged caches, and for
-            masks without exact gradients.
+        MissingPackageError: transformers is not installed, or lacks these registries.
+        NotSupportedError: in calls of a model, for attention weights, paged caches, and masks
+            without exact gradients.
     """
     functions, masks, mask = (
         required(f"transformers.{name}", "opfuser.hf.register_attention", "opfuser[hf]")

@@ -61,18 +61,17 @@ def kernel_mapping() -> dict[str, dict[str, dict[Any, Any]]]:
     """Layers of opfuser as a mapping of the ``kernels`` library.
 
     ``with kernels.use_kernel_mapping(opfuser.hf.kernel_mapping()): kernels.kernelize(model,
-    mode=...)`` has norms and gated feed-forward blocks be computed by opfuser where their classes
-    are marked with one of these names. What such a class computes is read as :func:`opfuser.apply`
-    reads it: an operation that is not explained leaves the call to the class, and
-    :func:`opfuser.hf.report` says why. There are layers for training and for inference; under
-    ``torch.compile`` the forward of the class runs. Attention is no layer of that library: see
-    :func:`register_attention`.
+    mode=...)`` makes opfuser compute norms and gated feed-forward blocks whose classes are marked
+    with one of these names. Such a class is traced as in :func:`opfuser.apply`: if opfuser does not
+    understand an operation, the class's own forward runs, and :func:`opfuser.hf.report` says why.
+    There are layers for training and for inference; under ``torch.compile``, the class's own
+    forward runs. Attention is not a layer of that library: see :func:`register_attention`.
 
     Returns:
-        Repositories by name of the layer, device and mode.
+        Repositories by layer name, device and mode.
 
     Raises:
-        MissingPackageError: there is no ``kernels``.
+        MissingPackageError: ``kernels`` is not installed.
     """
     mode = required("kernels:Mode", "opfuser.hf.kernel_mapping", "kernels")
     modes = [

@@ -42,15 +42,15 @@ class _Key(NamedTuple):
 
 
 def te_state_dict(sequence: Sequential) -> dict[str, Tensor]:
-    """The state dict that Transformer Engine has for the same model.
+    """The state dict of the same model in Transformer Engine.
 
-    Sequences of :func:`.from_te` and ``Options.build`` have the keys of the module that they stand
-    for; other operations those of te.ops. Where a module there keeps the scales of quantised
-    compute the entry ``_extra_state`` is empty, as without quantised compute. Tensors are those of
-    ``sequence.state_dict()``: nothing is copied.
+    Sequences of :func:`.from_te` and ``Options.build`` have the keys of the module that they
+    replace; other operations those of te.ops. Entries ``_extra_state``, where te keeps scales, are
+    empty, as without quantized compute. Tensors are those of ``sequence.state_dict()``: nothing is
+    copied.
 
     Raises:
-        NotSupportedError: a weight is stored as codes, which have another form there.
+        NotSupportedError: a weight is stored as codes, which te stores differently.
     """
     state = sequence.state_dict()
     return {
@@ -62,24 +62,23 @@ def te_state_dict(sequence: Sequential) -> dict[str, Tensor]:
 def load_te_state_dict(
     sequence: Sequential, state: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
-    """Loads a state dict of Transformer Engine; returns what ``load_state_dict`` returns.
+    """Loads a state dict of Transformer Engine, and returns the result of ``load_state_dict``.
 
     Entries ``_extra_state`` are read as data, not unpickled: scales of delayed scaling become those
-    of the linear operations, and next calls have the scales that they would have had there. One
-    that does not fit, as of grouped operations, or cannot be read is told in a warning, and leaves
-    scales as they are.
-    Keys that no tensor of the sequence has there stay as they are, so that those of
-    ``state_dict()`` load too, and unknown ones are reported.
+    of the linear operations, so the next calls use the scales that they would have had in te. An
+    entry that does not fit, such as one of grouped operations, or cannot be read causes a warning,
+    and leaves scales unchanged. Keys that are not te's names are kept, so those of ``state_dict()``
+    load too, and unknown ones are reported.
 
     Args:
-        sequence: what :func:`te_state_dict` describes.
-        state: not changed.
+        sequence: as for :func:`te_state_dict`.
+        state: the state dict, which is not changed.
         strict: whether missing and unknown keys are errors.
-        assign: whether parameters take the place of those of the sequence, instead of their values.
+        assign: whether to replace the parameters of the sequence, instead of copying values.
 
     Raises:
         RuntimeError: as ``load_state_dict``, with the names of the sequence.
-        NotSupportedError: a weight is stored as codes, which have another form there.
+        NotSupportedError: a weight is stored as codes, which te stores differently.
     """
     keys = {key.theirs: key for key in _keys(sequence)}
     mapped = {name: value for name, value in sequence.state_dict().items() if _is_scale(name)}
@@ -94,7 +93,7 @@ def load_te_state_dict(
 
 
 def _is_scale(name: str) -> bool:
-    """Whether an entry is of what an operation keeps of quantised compute."""
+    """Whether an entry is of what an operation keeps of quantized compute."""
     return CHILD in name.split(".")
 
 

@@ -42,25 +42,24 @@ def options_of(sequence: nn.Module) -> Options | None:
 
 
 def from_te(module: nn.Module, *, rotary_base: float | None = None) -> Sequential:
-    """The sequence that computes what ``module`` does, with the very same parameters.
+    """Converts a Transformer Engine module to a sequence with the same parameters.
 
     Takes ``te.ops.Sequential`` and all operations that opfuser has too, ``te.Linear``,
     ``te.LayerNormLinear``, ``te.LayerNormMLP``, ``te.LayerNorm``, ``te.RMSNorm``,
-    ``te.GroupedLinear`` and ``te.TransformerLayer``; also a ``torch.nn.Sequential`` of these, in
-    which modules of torch stay what they are. Module and sequence share their parameters from now
-    on, and the training flag is copied. What it computes in other regions than
-    :class:`opfuser.autocast` is not carried over: neither a region of Transformer Engine nor the
-    scales that its modules hold.
+    ``te.GroupedLinear`` and ``te.TransformerLayer``; and a ``torch.nn.Sequential`` of these, in
+    which torch's modules stay. Module and sequence share their parameters, and the training flag is
+    copied. Transformer Engine's autocast regions, and the scales that its modules hold, are not
+    carried over: use :class:`opfuser.autocast`.
 
     Args:
-        module: left as it is.
+        module: not changed.
         rotary_base: base of the rotary angles that calls of a ``te.TransformerLayer`` pass as
-            ``rotary_pos_emb``: a sequence has the operation that computes them. None: none.
+            ``rotary_pos_emb``: the sequence then has the operation that computes them. None if they
+            pass none.
 
     Raises:
         NotSupportedError: an option, a hook or a class has no counterpart; the message names it.
-            Classes that derive from those of Transformer Engine compute what they like, and have
-            none.
+            Subclasses of Transformer Engine's classes may compute anything, and have none.
     """
     kind = kind_of(module)
     refuse_hooks(module)
@@ -118,18 +117,18 @@ def _set(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
 
 
 def to_te(sequence: nn.Module) -> Any:
-    """Converts a sequence to Transformer Engine, with the very same parameters.
+    """Converts a sequence to Transformer Engine, with the same parameters.
 
-    A sequence of :func:`from_te`, or of ``Options.build``, becomes the module that it stands for;
-    any other a ``te.ops.Sequential`` of its operations, in which plain modules stay. Fusions that
-    opfuser knows, recipes and what is set on the sequence itself have no counterpart there.
+    A sequence of :func:`from_te`, or of ``Options.build``, becomes the module that it replaces; any
+    other becomes a ``te.ops.Sequential`` of its operations, in which plain modules stay. Fusions,
+    recipes and settings of the sequence have no counterpart there.
 
     Args:
-        sequence: left as it is.
+        sequence: not changed.
 
     Raises:
         MissingPackageError: Transformer Engine cannot be imported.
-        ArgumentTypeError: ``sequence`` is no Sequential.
+        ArgumentTypeError: ``sequence`` is not a Sequential.
         NotSupportedError: an operation, an option, a recipe or a hook has no counterpart; or the
             sequence of a module has been changed since.
     """
@@ -161,7 +160,7 @@ def _sequence_to_te(sequence: Sequential, engine: Any, classes: Any, path: tuple
         return _module_to_te(sequence, options, engine)
 
     def channel(name: str) -> str:
-        # Private ones there would meet those of neighbours.
+        # Private ones there would meet those of neighbors.
         inside = ".".join(map(str, path))
         return f"{name} of {inside}" if isinstance(name, PrivateChannel) else str(name)
 

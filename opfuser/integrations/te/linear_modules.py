@@ -113,8 +113,8 @@ def projection(
 class LinearOptions(Options):
     """Options of ``te.Linear``: the sequence ``linear``, :math:`y = x W^T + b`.
 
-    With ``parameters_split``, a tuple of names (without the ``_`` at their ends, which are no part
-    of the parameters' names there) and rows, it is a :class:`opfuser.MergedLinear`.
+    With ``parameters_split``, a tuple of names (without a trailing ``_``, which te's parameter
+    names lack too) and rows, it is a :class:`opfuser.MergedLinear`.
     """
 
     te_name: ClassVar[str] = "Linear"
@@ -157,7 +157,7 @@ class LinearOptions(Options):
 class LayerNormLinearOptions(LinearOptions):
     """Options of ``te.LayerNormLinear``: the sequence ``norm``, ``linear``.
 
-    With ``return_layernorm_output`` the output of the norm is an extra output behind y.
+    With ``return_layernorm_output``, the output of the norm is an extra output after y.
     """
 
     te_name: ClassVar[str] = "LayerNormLinear"
@@ -181,8 +181,8 @@ class LayerNormLinearOptions(LinearOptions):
 class LayerNormMLPOptions(Options):
     """Options of ``te.LayerNormMLP``: the sequence ``norm``, ``fc1``, ``activation``, ``fc2``.
 
-    With ``return_layernorm_output`` the output of the norm is an extra output behind y. With
-    ``checkpoint`` a fused block saves its input alone: ``recompute_mlp`` of the activation.
+    With ``return_layernorm_output``, the output of the norm is an extra output after y. With
+    ``checkpoint``, a fused block saves only its input, as with ``recompute_mlp`` of the activation.
     """
 
     te_name: ClassVar[str] = "LayerNormMLP"
@@ -236,7 +236,7 @@ class LayerNormMLPOptions(Options):
 
     @classmethod
     def read_inside(cls, module: Any) -> LayerNormMLPOptions:
-        """The options of a module inside of another, which may add the bias of ``fc2`` itself."""
+        """The options of a module inside another one, which may add the bias of ``fc2`` itself."""
         refuse_delay(module)
         return cls(
             hidden_size=module.fc1_weight.shape[1],
@@ -251,7 +251,7 @@ class LayerNormMLPOptions(Options):
 class GroupedLinearOptions(Options):
     """Options of ``te.GroupedLinear``: the sequence ``linear``, called with x and the split sizes.
 
-    The sizes, ``m_splits`` there, are the extra input, a tensor of integers.
+    The extra input is the split sizes (te's ``m_splits``), a tensor of integers.
     """
 
     te_name: ClassVar[str] = "GroupedLinear"

@@ -188,7 +188,7 @@ def to_te_operation(op: FusibleOperation, classes: Any, channel: Callable[[str],
         raise NotSupportedError.explained(
             "te.ops has no such operation",
             received=type(op).__qualname__,
-            remedy="Convert the operations before and behind it",
+            remedy="Convert the operations before and after it",
         )
     if isinstance(op, Linear) and any(part.communicates for part in op.basic_ops):
         parts = (to_te_operation(part, classes, channel) for part in op.basic_ops)

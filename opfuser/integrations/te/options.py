@@ -24,15 +24,15 @@ _ATTRIBUTES: Mapping[str, str] = {"bias": "use_bias"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Abstract. The options of a module of Transformer Engine that change what it computes.
+    """Abstract base class: the options of a Transformer Engine module that affect its results.
 
     Fields have the names, meanings and defaults of the arguments of its constructor.
 
     Class attributes:
         te_name: name of the class in ``transformer_engine.pytorch``.
-        renamed: parameters of the sequence that :meth:`build` makes, and their names there. It may
-            list some that a sequence lacks.
-        stateful: paths of the modules there that have an ``_extra_state``.
+        renamed: parameters of the sequence that :meth:`build` returns, and their names in te. It
+            may list some that a sequence lacks.
+        stateful: paths of te's modules that have an ``_extra_state``.
     """
 
     te_name: ClassVar[str]
@@ -42,10 +42,10 @@ class Options:
     def build(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Sequential:
-        """A new sequence that computes what the module does, with parameters initialised anew.
+        """A new sequence that computes the same as the module, with newly initialized parameters.
 
-        It has these options as ``te_options``, by which :func:`.to_te` and the functions for
-        checkpoints know what it stands for. A copy of its parts, ``Sequential(*sequence)``, does
+        It has these options as ``te_options``, which tell :func:`.to_te` and the functions for
+        checkpoints which module it replaces. A copy of its parts, ``Sequential(*sequence)``, does
         not.
         """
         sequence = Sequential(self.parts(device, dtype))
@@ -59,25 +59,25 @@ class Options:
         raise NotImplementedError
 
     def names(self) -> Mapping[str, str]:
-        """As ``renamed``, for these options."""
+        """Like ``renamed``, for these options."""
         return self.renamed
 
     @property
     def states(self) -> tuple[str, ...]:
-        """As ``stateful``, for these options."""
+        """Like ``stateful``, for these options."""
         return self.stateful
 
     @classmethod
     def read(cls, module: nn.Module) -> Options:
-        """The options of a module there.
+        """Reads the options of a Transformer Engine module.
 
         Raises:
-            NotSupportedError: one of them has no counterpart here.
+            NotSupportedError: an option has no counterpart in opfuser.
         """
         raise NotImplementedError
 
     def te_arguments(self) -> dict[str, Any]:
-        """Arguments of the constructor there."""
+        """Arguments of te's constructor."""
         return dict(vars(self))
 
 

@@ -26,7 +26,7 @@ class DeinterleaveHeads(BasicOperation):
 
     Raises:
         ArgumentError: H is not a positive multiple of K.
-        InputError: in forward, if the last dimension is no multiple of H + 2 K.
+        InputError: in forward, if the last dimension is not a multiple of H + 2 K.
     """
 
     class Settings(NamedTuple):

@@ -63,16 +63,16 @@ _OF_MLP = (
 class TransformerLayerOptions(Options):
     """Options of ``te.TransformerLayer``: the sequence ``attention``, ``mlp`` and perhaps ``norm``.
 
-    The layer's input and output have the layout ``attn_input_format``; only around attention are
-    sequence and batch swapped. Heads that are interleaved (``qkv_weight_interleaved=True``) are
-    sorted behind the GEMM: one copy of queries, keys and values.
+    The layer's input and output have the layout ``attn_input_format``; sequence and batch are
+    swapped only around attention. Interleaved heads (``qkv_weight_interleaved=True``) are reordered
+    after the GEMM, which copies queries, keys and values once.
 
-    What calls pass there, masks, windows, rotary angles, belongs to operations here: keywords of
-    :class:`opfuser.DotProductAttention`, its ``window``, and ``rotary_base``.
+    Masks, windows and rotary angles, which te's calls pass, belong to operations in opfuser: use
+    keywords of :class:`opfuser.DotProductAttention`, its ``window``, and ``rotary_base``.
 
     Attributes:
-        rotary_base: not an argument there: base of the angles that calls of the layer pass as
-            ``rotary_pos_emb``; None: they pass none.
+        rotary_base: not an argument of te: base of the angles that calls of the layer pass as
+            ``rotary_pos_emb``; None if they pass none.
 
     Raises:
         NotSupportedError: an option has no counterpart, or not with this value.
@@ -151,7 +151,7 @@ class TransformerLayerOptions(Options):
 
     @property
     def eps(self) -> float:
-        """As ``layernorm_epsilon``."""
+        """Same as ``layernorm_epsilon``."""
         return self.layernorm_epsilon
 
     def _mlp(self) -> LayerNormMLPOptions:

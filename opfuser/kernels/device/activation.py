@@ -46,7 +46,7 @@ def forward_rows(
     F: tl.constexpr, P: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     # x, y (R, C), bias (C,) or None
-    """``y = f(x + b)``, a tile per program; tiles along a row are neighbours."""
+    """``y = f(x + b)``, a tile per program; tiles along a row are neighbors."""
     blocks = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = (tl.program_id(0) % blocks) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)

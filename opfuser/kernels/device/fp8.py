@@ -1,7 +1,7 @@
 """Codes of fp8, and tiles that leave by rows and as their transpose.
 
 A tile comes as four tensors: row t of the i-th is row 4t + i of the tile. So a thread holds four
-neighbours of each of its columns, packs their codes into one 32-bit word, and the transpose moves
+neighbors of each of its columns, packs their codes into one 32-bit word, and the transpose moves
 words between threads, not bytes.
 
 Dimensions: R rows, RP of them with padding, C columns; tiles of TILE_ROWS rows and TILE_COLS.
@@ -61,7 +61,7 @@ def codes_of(v, E5M2: tl.constexpr):
 
 @triton.jit
 def pairs_of(v0, v1, E5M2: tl.constexpr):
-    """Codes of two neighbouring rows in one (uint16), the first one in the lower byte."""
+    """Codes of two neighboring rows in one (uint16), the first one in the lower byte."""
     if not ASSEMBLY:
         low, high = _interpreted_codes(v0, E5M2), _interpreted_codes(v1, E5M2)
         pairs = low.to(tl.uint16) | (high.to(tl.uint16) << 8)
@@ -80,7 +80,7 @@ def pairs_of(v0, v1, E5M2: tl.constexpr):
 
 @triton.jit
 def words_of(low, high):
-    """Codes of four neighbouring rows in one word (uint32), from two pairs."""
+    """Codes of four neighboring rows in one word (uint32), from two pairs."""
     if not ASSEMBLY:
         words = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
     else:
@@ -176,7 +176,7 @@ def scale_from(number, E5M2: tl.constexpr, MEASURED: tl.constexpr, POWER_OF_TWO:
 def place(RP, C, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUP: tl.constexpr):
     """The tile of this program, by row and column of tiles.
 
-    GROUP neighbours along a column follow one another, and complete the transpose's cache lines.
+    GROUP neighbors along a column follow one another, and complete the transpose's cache lines.
     """
     across = tl.cdiv(C, TILE_COLS)
     down = RP // TILE_ROWS
@@ -204,7 +204,7 @@ def in_row(col, VEC: tl.constexpr):
     """Columns as (1, TILE_COLS) for loads and stores by rows, with VEC of them per thread.
 
     So whatever the type; else each type had a layout of its own, and values changed threads on the
-    way from loads to stores. VEC neighbours are at successive places, from a multiple of VEC on.
+    way from loads to stores. VEC neighbors are at successive places, from a multiple of VEC on.
     """
     return tl.max_contiguous(tl.multiple_of(col[None, :], (1, VEC)), (1, VEC))
 

@@ -85,7 +85,7 @@ def forward(
     BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     # x (R, 2F), scales (R,) or None, y (R, F)
-    """``y = g(a) u(b) s``, a tile per program; tiles along a row are neighbours."""
+    """``y = g(a) u(b) s``, a tile per program; tiles along a row are neighbors."""
     blocks = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first = (tl.program_id(0) % blocks) * BLOCK_COLS

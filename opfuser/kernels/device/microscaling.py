@@ -135,7 +135,7 @@ def mxfp8(
     E5M2: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes with a scale for each 32 neighbours, and sums of the tiles' columns (T, C)."""
+    """Codes with a scale for each 32 neighbors, and sums of the tiles' columns (T, C)."""
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
@@ -194,7 +194,7 @@ def _fp4_pairs(first, second, CONVERTS: tl.constexpr):
 
 @triton.jit
 def _fp4_fours(v0, v1, v2, v3, CONVERTS: tl.constexpr):
-    """Codes of four neighbouring rows in one (uint16), the first one in the lowest bits."""
+    """Codes of four neighboring rows in one (uint16), the first one in the lowest bits."""
     if CONVERTS and ASSEMBLY:
         fours = tl.inline_asm_elementwise(
             "{ .reg .b8 a, b; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1;"
@@ -327,7 +327,7 @@ def nvfp4(
     EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes with a scale for each 16 neighbours or 16 x 16, and sums of columns (T, C).
+    """Codes with a scale for each 16 neighbors or 16 x 16, and sums of columns (T, C).
 
     SIGNS: of the transform of columns, or 0 for none. With a seed, rounding is stochastic. Scales
     by rows are those of ROWS rows. The amax of a group is at its number times amax_stride.

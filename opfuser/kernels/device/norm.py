@@ -1,11 +1,11 @@
-"""RMSNorm, LayerNorm and L2 normalisation of rows.
+"""RMSNorm, LayerNorm and L2 normalization of rows.
 
 Dimensions: R rows, D columns, P programs that share the rows. x, residual, dy, residual_grad:
 (R, D), rows apart by their stride; y, total, dx: (R, D), contiguous; weight, bias: (D,); mean,
 rstd: (R,); partial: (1 or 2, P, D), sums for dw and, with a bias, for db. Pointers may be None.
 After a chain of element-wise stages x is contiguous, and operands are as in ``pointwise``.
 
-With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is None:
+With ``share`` = 1/D, or 1 for L2 normalization, and mean = 0 where mean_ptr is None:
 
     rstd = (share Σ (x - mean)² + eps)^-1/2        x̂ = (x - mean) rstd        y = x̂ w + b
     dx = residual_grad + rstd (dy w - x̂ share Σ dy w x̂ - share Σ dy w)       dw = Σ dy x̂, db = Σ dy
@@ -13,7 +13,7 @@ With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is 
 with the last sum of dx for LayerNorm alone, and w = weight, weight + 1, or 1 without a weight.
 In backward y may have a weight of its own, y_weight.
 Forward and backward compute y by the same operations: they give the same bits, or, where the
-compiler contracts a product and a sum in one of them only, neighbouring numbers.
+compiler contracts a product and a sum in one of them only, neighboring numbers.
 """
 
 from __future__ import annotations

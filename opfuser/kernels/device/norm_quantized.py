@@ -2,7 +2,7 @@
 
 Dimensions: R rows, RP of them with padding, D columns. x, residual: (R, D), rows apart by their
 stride; total: (R, D), contiguous; weight, bias: (D,); mean, rstd: (R,). What is None is left out:
-without a scale, which is (1,), every 128 neighbours of a layout have one; without codes, amax alone
+without a scale, which is (1,), every 128 neighbors of a layout have one; without codes, amax alone
 is raised. If MEASURED, scale_ptr has the amax that the scale comes from. Formulas are those of
 ``norm``. Both kernels compute y by the same operations on the same numbers, so that its codes are
 the same in both layouts.

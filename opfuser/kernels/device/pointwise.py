@@ -46,7 +46,7 @@ def survivors(
     """
     row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
     if EIGHT:
-        # Threads hold eight neighbours of a row of half precision: as many numbers are to be there.
+        # Threads hold eight neighbors of a row of half precision: as many numbers are to be there.
         group = first_col // 4 + 2 * tl.arange(0, BLOCK_COLS // 8)[None, :]
         zero = tl.zeros((BLOCK_ROWS, BLOCK_COLS // 8), tl.uint32)
         c0, c1 = zero + group.to(tl.uint32), zero + row.to(tl.uint32)

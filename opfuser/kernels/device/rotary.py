@@ -1,9 +1,9 @@
 """Norm and rotation of the queries and keys in packed rows of heads, and their gradients.
 
 Dimensions: R rows (tokens); H heads of a row: queries, keys, values. Queries and keys are active:
-they are normalised and rotated; values are copied. D entries per head: P pairs, and a tail of
+they are normalized and rotated; values are copied. D entries per head: P pairs, and a tail of
 D - 2P entries that never turn. The two halves of the paired part hold one entry of each pair, or,
-interleaved, the entries of a pair are neighbours.
+interleaved, the entries of a pair are neighbors.
 
 A tile is some heads of one kind: all have the same weight, and no entry is computed to be dropped.
 Where a row has fewer heads of a kind, a tile takes them of some rows.

@@ -52,7 +52,7 @@ def places(
     """The row map (R,), the rows of each expert (E,), and whether all indices are experts' (1,).
 
     Each program adds up all histograms (P, E) anew, which are few: so it knows where its share of
-    each expert begins. The sort is stable. An index that is no expert's gets row 0.
+    each expert begins. The sort is stable. An index that is not an expert's gets row 0.
     """
     expert = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int64)
@@ -80,7 +80,7 @@ def places(
 
 @triton.jit
 def _tile(cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Tokens and first column of a program's tile; tiles along a row are neighbours."""
+    """Tokens and first column of a program's tile; tiles along a row are neighbors."""
     blocks = tl.cdiv(cols, BLOCK_COLS)
     token = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return token, (tl.program_id(0) % blocks) * BLOCK_COLS
@@ -147,7 +147,7 @@ def weighted_backward(
 ):  # fmt: skip
     """``drows[map[t, j]] = weights[t, j] dy[t]``, ``dweights[t, j] = dy[t] · rows[map[t, j]]``.
 
-    A program takes whole rows, for as many choices of tokens: those of one token are neighbours,
+    A program takes whole rows, for as many choices of tokens: those of one token are neighbors,
     and find its gradient in the cache. What is None is left out.
     """
     slot = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def store_flat(ptr, offsets, inside, value):
-    """Elements at any ``offsets``; of a contiguous tensor, a block of neighbours."""
+    """Elements at any ``offsets``; of a contiguous tensor, a block of neighbors."""
     tl.store(ptr + offsets, value.to(ptr.dtype.element_ty), mask=inside)
 
 

@@ -28,7 +28,7 @@ class Found(NamedTuple):
     """An operation of a model, by the nodes that compute it.
 
     Attributes:
-        kind: as of :class:`.formulas.Formula`.
+        kind: see :class:`.formulas.Formula`.
         nodes: in the order of the graph.
         output: the last of them.
         inputs: tensors that it is computed from, the main one first; no parameters.

@@ -49,12 +49,12 @@ def _norm(values: Values, v: Value) -> Iterator[Formula]:
     if found is not None and found.factor == 1:
         yield Formula(_kind(found.norm), (found.x,), {
             "weight": found.norm.weight, "bias": found.norm.bias, "eps": found.norm.eps,
-            "zero_centered_gamma": found.norm.zero_centred_weight,
+            "zero_centered_gamma": found.norm.zero_centered_weight,
         })  # fmt: skip
 
 
 def _kind(norm: Norm) -> str:
-    return "layer_norm" if norm.centred else "rms_norm"
+    return "layer_norm" if norm.centered else "rms_norm"
 
 
 def _linear(values: Values, v: Value) -> Iterator[Formula]:

@@ -143,7 +143,7 @@ _WANTING = {
     "adaptive_layer_norm": (
         "torch.nn.functional.layer_norm: a weight and a bias per feature, not per sample",
         "liger_kernel.ops.LigerModulatedRMSNormFunction, 0.8.5: for RMSNorm",
-        "opfuser.fused.PointwiseNorm: element-wise operations before a norm, not behind it",
+        "opfuser.fused.PointwiseNorm: element-wise operations before a norm, not after it",
     ),
     "geglu_exact": (
         "opfuser.GEGLU: the tanh form of GELU, not that with erf",

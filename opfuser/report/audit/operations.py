@@ -66,8 +66,8 @@ def _operation(f: Found) -> nn.Module | None:
         return None
     eps = values["eps"]
     if f.kind == "rms_norm":
-        centred = bool(values.get("zero_centered_gamma"))
-        return basic.RMSNorm(size, eps=eps, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
+        centered = bool(values.get("zero_centered_gamma"))
+        return basic.RMSNorm(size, eps=eps, zero_centered_gamma=centered, **how)  # type: ignore[arg-type]
     if values.get("bias") is None:
         return None
     return basic.LayerNorm(size, eps=eps, **how)  # type: ignore[arg-type]

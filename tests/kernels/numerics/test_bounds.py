@@ -177,5 +177,5 @@ def copies(x, y_ptr):
 def test_hints_are_held_to_values(first: int, step: int) -> None:
     y = torch.zeros(32)
     hints[(1,)](y, 4, 8, 16)
-    with pytest.raises(OutOfBounds, match="not 4 neighbours from a multiple of 4 on"):
+    with pytest.raises(OutOfBounds, match="not 4 neighbors from a multiple of 4 on"):
         hints[(1,)](y, first, step, 16)

@@ -51,11 +51,11 @@ class Call(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     dtypes: tuple[torch.dtype, ...]
-    centred: bool = False
+    centered: bool = False
 
     def try_to_run(self, want_total: bool = True) -> Normed | None:
         return Chain(self.links).forward_norm(
-            self.x, self.operands, self.dtypes, self.weight, self.bias, EPS, self.centred,
+            self.x, self.operands, self.dtypes, self.weight, self.bias, EPS, self.centered,
             with_mean=self.bias is not None, want_total=want_total,
         )  # fmt: skip
 
@@ -73,13 +73,13 @@ def call(
     *,
     layer: bool = True,
     parameters: torch.dtype | None = None,
-    centred: bool = False,
+    centered: bool = False,
 ) -> Call:
     operands = operands_of(links, shape, dtype, device)
     weight, bias = random((2, shape[-1]), parameters or dtype, device)
     dtypes = (dtype,) * len(links)
     x = random(shape, dtype, device)
-    return Call(links, x, operands, weight, bias if layer else None, dtypes, centred)
+    return Call(links, x, operands, weight, bias if layer else None, dtypes, centered)
 
 
 def total_in(call: Call, dtype: torch.dtype) -> Tensor:
@@ -106,7 +106,9 @@ def check(call: Call) -> None:
     assert [keep is not None for keep in kept] == [link.kind == KEEP for link in call.links]
     cols = call.x.shape[-1]
     rows = total.reshape(-1, cols)
-    case = Case(call.bias is not None, call.centred, rows, None, call.weight, call.bias, rows, None)
+    case = Case(
+        call.bias is not None, call.centered, rows, None, call.weight, call.bias, rows, None
+    )
     exact, single = truth(case.to(torch.float64)), truth(case.to(FP32), torchs=True)
     got = {"y": y.reshape(-1, cols), "rstd": rstd.reshape(-1)}
     if mean is not None:
@@ -157,7 +159,7 @@ def test_layouts(how: str, device: torch.device) -> None:
 @pytest.mark.parametrize("parameters", [FP32, BF16, torch.float64], ids=str)
 def test_parameters_of_another_dtype(parameters: torch.dtype, device: torch.device) -> None:
     links = CHAINS["feed-forward's end"]
-    check(call(links, (5, 40), FP16, device, parameters=parameters, centred=True))
+    check(call(links, (5, 40), FP16, device, parameters=parameters, centered=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -55,7 +55,7 @@ def linear(scales: Tensor, rows: int, blocks: int, padding: int) -> Tensor:
 
 
 def layouts(x: Tensor, made: Codes) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """Of each layout its name, codes, scales, and the values that it quantises."""
+    """Of each layout its name, codes, scales, and the values that it quantizes."""
     values = padded(x.cpu().float())
     pairs = ("rows", made.rows, made.row_scale, values), (
         "cols", made.cols, made.col_scale, values.t(),
@@ -236,7 +236,7 @@ def test_nvfp4(
         assert torch.equal(unpacked(made.rows)[: len(x)], unpacked(made.cols).t()[: len(x)])
 
 
-def test_every_value_of_e2m1_its_ties_and_their_neighbours(device: torch.device) -> None:
+def test_every_value_of_e2m1_its_ties_and_their_neighbors(device: torch.device) -> None:
     grid = torch.tensor(GRID)
     ties = (grid[1:] + grid[:-1]) / 2
     inf = torch.tensor(INF)
@@ -451,7 +451,7 @@ def decoded(codes: Tensor) -> Tensor:
 
 
 def test_stochastic_rounding_is_right_on_average(device: torch.device) -> None:
-    """Between neighbours of the grid, and by 2^-17 of their distance for each random number."""
+    """Between neighbors of the grid, and by 2^-17 of their distance for each random number."""
     x = torch.linspace(-6, 6, 64).repeat(512, 1)
     x[:, ::16] = 6.0  # so that scales of blocks are 448, and 1 / (g d) is 1
     seed = torch.tensor([2**62 + 5], device=device)
@@ -538,7 +538,7 @@ def test_any_layout(layout: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_column_sums(dtype: torch.dtype, device: torch.device) -> None:
-    """Within what sums in fp32 lose; the interpreter rounds bf16 towards zero."""
+    """Within what sums in fp32 lose; the interpreter rounds bf16 toward zero."""
     x = tensor(300, 64, dtype=dtype, device=device)
     exact = x.double().sum(0)
     for made in (

@@ -1,4 +1,4 @@
-"""Kernels of RMSNorm, LayerNorm and L2 normalisation against float64."""
+"""Kernels of RMSNorm, LayerNorm and L2 normalization against float64."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ SHAPES.append((2, WIDE))
 def test_values_and_gradients(at: int, kind: str, device: torch.device) -> None:
     """Dtypes and flags come in turn: each kernel gets all of them with its shapes and kinds."""
     turn = at + KINDS.index(kind)
-    dtype, add, centred = (FP32, BF16, FP16)[turn % 3], turn % 2 == 0, turn // 2 % 2 == 0
-    check(make(kind, SHAPES[at], dtype, device, add=add, centred=centred))
+    dtype, add, centered = (FP32, BF16, FP16)[turn % 3], turn % 2 == 0, turn // 2 % 2 == 0
+    check(make(kind, SHAPES[at], dtype, device, add=add, centered=centered))
 
 
 @pytest.mark.parametrize(("kind", "cols"), [(RMS, 33), (LAYER, 33), (RMS, WIDE), (LAYER, WIDE)])
@@ -132,7 +132,7 @@ def test_output_of_another_weight(kind: str, shape: tuple[int, int], device: tor
     want = {**backward(case, saved), "recomputed y": backward(other, saved)["recomputed y"]}
     dx, dw, _, y = norm.norm_backward(
         case.dy, saved["total"], case.weight, case.bias, saved.get("mean"), saved["rstd"],
-        case.dtotal, EPS, case.centred, True, True, True, other.weight,
+        case.dtotal, EPS, case.centered, True, True, True, other.weight,
     )  # fmt: skip
     for result, name in ((dx, "dx"), (dw, "dw"), (y, "recomputed y")):
         assert torch.equal(result, want[name])

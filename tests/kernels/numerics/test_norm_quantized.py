@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 class Norm(NamedTuple):
-    """Arguments of a norm before those that say how it is quantised."""
+    """Arguments of a norm before those that say how it is quantized."""
 
     x: Tensor
     residual: Tensor | None
@@ -78,7 +78,7 @@ class Norm(NamedTuple):
 
 def norm_of(case: Case, kind: str = RMS, eps: float = EPS) -> Norm:
     weight = None if kind == L2 else case.weight
-    return Norm(case.x, case.residual, weight, case.bias, eps, case.centred, case.layer)
+    return Norm(case.x, case.residual, weight, case.bias, eps, case.centered, case.layer)
 
 
 def given(
@@ -88,12 +88,12 @@ def given(
     device: torch.device,
     *,
     add: bool = False,
-    centred: bool = False,
+    centered: bool = False,
     parameters: torch.dtype | None = None,
     pitch: int = 0,
 ) -> Norm:
     like = RMS if kind == L2 else kind
-    how = {"add": add, "centred": centred, "parameters": parameters, "pitch": pitch}
+    how = {"add": add, "centered": centered, "parameters": parameters, "pitch": pitch}
     return norm_of(make(like, shape, dtype, device, **how), kind)
 
 
@@ -230,9 +230,9 @@ SHAPES = [(1, 1), (1, 5), (127, 65), (128, 128), (129, 130), (130, 33), (2, 4100
 def test_values(at: int, kind: str, device: torch.device) -> None:
     """Dtypes and flags come in turn."""
     turn = at + KINDS.index(kind)
-    dtype, add, centred = (FP32, BF16, FP16)[turn % 3], turn % 2 == 0, turn // 2 % 2 == 0
+    dtype, add, centered = (FP32, BF16, FP16)[turn % 3], turn % 2 == 0, turn // 2 % 2 == 0
     check_values(
-        given(kind, SHAPES[at], dtype, device, add=add, centred=centred),
+        given(kind, SHAPES[at], dtype, device, add=add, centered=centered),
         (E4M3, E5M2)[turn // 3 % 2],
     )
 
@@ -257,7 +257,7 @@ def test_blocks(
     power_of_two: bool,
     device: torch.device,
 ) -> None:
-    of = given(kind, shape, dtype, device, add=power_of_two, centred=not power_of_two)
+    of = given(kind, shape, dtype, device, add=power_of_two, centered=not power_of_two)
     factors = torch.randn(shape[1], device=device).exp()  # no two blocks have one scale
     if of.weight is not None:
         of = of._replace(weight=(of.weight * factors).to(dtype))
@@ -480,7 +480,7 @@ def test_a_scale_from_the_largest_value(
 def test_a_second_call_encodes_the_sum_of_the_first(
     kind: str, add: bool, device: torch.device
 ) -> None:
-    of = given(kind, (129, 65), BF16, device, add=add, centred=True)
+    of = given(kind, (129, 65), BF16, device, add=add, centered=True)
     amax, want = torch.zeros(1, device=device), norm.norm_forward(*of)
     first = of.forward(TensorScaling(None, E4M3, amax))
     for name in ("total", "mean", "rstd"):

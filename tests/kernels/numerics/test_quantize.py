@@ -96,7 +96,7 @@ def test_every_value_of_a_format_has_its_own_code(dtype: torch.dtype, device: to
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_ties_go_to_even_and_their_neighbours_do_not(
+def test_ties_go_to_even_and_their_neighbors_do_not(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     grid = torch.tensor(values(dtype))
@@ -229,7 +229,7 @@ def test_amax_of_no_values_is_0(device: torch.device) -> None:
 def test_column_sums(
     shape: tuple[int, int], dtype: torch.dtype, blocks: bool, device: torch.device
 ) -> None:
-    """Within what sums in fp32 lose; the interpreter rounds bf16 towards zero."""
+    """Within what sums in fp32 lose; the interpreter rounds bf16 toward zero."""
     rows, cols = shape
     x = tensor(rows, 128 if blocks else cols, dtype=dtype, device=device)
     if blocks:

@@ -41,9 +41,9 @@ class Heads(NamedTuple):
 
 CASES = {
     "halves": Heads(4, 2, 8, 8),
-    "neighbours": Heads(4, 2, 8, 8, True),
+    "neighbors": Heads(4, 2, 8, 8, True),
     "partial halves": Heads(3, 1, 10, 6),
-    "partial neighbours": Heads(2, 2, 12, 4, True),
+    "partial neighbors": Heads(2, 2, 12, 4, True),
     "odd size": Heads(5, 1, 7, 4),
     "one pair": Heads(1, 1, 2, 2),
     "several tiles": Heads(70, 3, 48, 48),
@@ -53,7 +53,7 @@ CASES = {
 PAIRS = [
     *zip(CASES, itertools.cycle(DTYPES)),
     ("halves", torch.float16),
-    ("partial neighbours", torch.bfloat16),
+    ("partial neighbors", torch.bfloat16),
 ]
 each_pair = pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
 
@@ -280,7 +280,7 @@ MEMORY: dict[str, Callable[[Given], Given]] = {
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory(name: str, device: torch.device) -> None:
-    heads = CASES["partial neighbours"]
+    heads = CASES["partial neighbors"]
     shape = (1, 4) if name == "angles of every token" else (2, 2)
     spare = 4 if name == "tables longer than what is used" else 0
     g = MEMORY[name](given(heads, torch.float32, device, shape, spare=spare))

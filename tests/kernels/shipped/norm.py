@@ -26,9 +26,9 @@ def of_rows(x: Tensor) -> Tensor:
     return empty(len(x), dtype=FP32)
 
 
-def forward(x: Tensor, *, layer: bool = False, add: bool = False, centred: bool = False) -> object:
+def forward(x: Tensor, *, layer: bool = False, add: bool = False, centered: bool = False) -> object:
     weight, residual = torch.empty_like(x[0]), torch.empty_like(x) if add else None
-    return norm.norm_forward(x, residual, weight, weight if layer else None, EPS, centred, layer)
+    return norm.norm_forward(x, residual, weight, weight if layer else None, EPS, centered, layer)
 
 
 def backward(
@@ -96,7 +96,7 @@ for dtype in (BF16, FP32):
 for cols in (4096, 16384):
     SHIPPED.ship(f"rms {cols}", 2, forward, rows(cols))
     SHIPPED.ship(f"layer {cols}", 2, forward, rows(cols), layer=True)
-SHIPPED.ship("rms centred", 2, forward, rows(4096), centred=True)
+SHIPPED.ship("rms centered", 2, forward, rows(4096), centered=True)
 SHIPPED.ship("layer backward", 4, backward, rows(4096), layer=True)
 SHIPPED.ship("rms, y", 5, backward, rows(4096), want_y=True)
 SHIPPED.ship("rms, frozen weight", 4, backward, rows(4096), want_dw=False)

@@ -32,16 +32,16 @@ def of_rows(x: Tensor) -> Tensor:
     return empty(len(x), dtype=FP32)
 
 
-def forward(x: Tensor, *, layer: bool, add: bool, centred: bool, scaling: Scaling) -> object:
+def forward(x: Tensor, *, layer: bool, add: bool, centered: bool, scaling: Scaling) -> object:
     weight, residual = torch.empty_like(x[0]), torch.empty_like(x) if add else None
     bias = weight if layer else None
-    return norm_forward_quantized(x, residual, weight, bias, EPS, centred, layer, scaling)
+    return norm_forward_quantized(x, residual, weight, bias, EPS, centered, layer, scaling)
 
 
-def columns(x: Tensor, *, layer: bool, centred: bool, scaling: Scaling) -> object:
+def columns(x: Tensor, *, layer: bool, centered: bool, scaling: Scaling) -> object:
     weight, mean = torch.empty_like(x[0]), of_rows(x) if layer else None
     bias = weight if layer else None
-    return norm_cols_quantized(x, weight, bias, mean, of_rows(x), centred, scaling)
+    return norm_cols_quantized(x, weight, bias, mean, of_rows(x), centered, scaling)
 
 
 def l2_forward(x: Tensor) -> object:
@@ -70,7 +70,7 @@ for rows, cols, dtype in (
         written = codes * (1 + 4 / 128) if blocks else 0 if name == "amax alone" else codes
         for layer in (False, True):
             kind = f"{'layer' if layer else 'rms'} {rows} x {cols} {dtype} {name}"
-            how = {"layer": layer, "centred": not layer and name == "in blocks"}
+            how = {"layer": layer, "centered": not layer and name == "in blocks"}
             given = {**how, "scaling": scaling}
             SHIPPED.ship(f"{kind} columns", 1 + written, columns, x, **given)
             if name in ("in squares", "given"):

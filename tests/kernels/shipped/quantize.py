@@ -1,4 +1,4 @@
-"""Launches of quantisation in the sizes of real models, and the bytes that they may move."""
+"""Launches of quantization in the sizes of real models, and the bytes that they may move."""
 
 from __future__ import annotations
 
