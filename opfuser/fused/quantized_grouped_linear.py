@@ -200,7 +200,7 @@ class _QuantizedProducts(GroupedProducts):
         )
 
     def _codes(self, dy: Tensor) -> Codes:
-        """The gradient of the output, quantised once for both GEMMs."""
+        """The gradient of the output, quantized once for both GEMMs."""
         if self._grad_codes is None:
             needs = self.ctx.needs
             self._grad_codes = self.quantized(

@@ -103,7 +103,7 @@ def watch_quantization(
 
 
 def tell(op: nn.Module, role: str, x: Tensor, codes: Codes) -> None:
-    """Tells all that watch of a matrix that was quantised.
+    """Tells all that watch of a matrix that was quantized.
 
     Args:
         op: that computes with it.

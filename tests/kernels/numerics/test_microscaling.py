@@ -352,7 +352,7 @@ def assert_part(
 
 @pytest.mark.parametrize("sizes", ROUTINGS, ids=str)
 @pytest.mark.parametrize(("name", "features"), [*zip(FORMATS, (160, 96, 32, 160, 128))])
-def test_groups_are_quantised_as_if_each_were_alone(
+def test_groups_are_quantized_as_if_each_were_alone(
     name: str, features: int, sizes: list[int], device: torch.device
 ) -> None:
     """No block spans two, and nobody's rows behind the last have a part in any."""
