@@ -21,9 +21,10 @@ class AddExtraInput(BasicOperation):
 
     Args:
         in_place: write the sum over an extra input that the caller passes, and return that tensor.
-            Done where nothing is recorded for backward, no other tensor of the call shares its
-            memory, and it has the dtype of the sum; else, and for a channel, the sum is a tensor of
-            its own, as it always is by default.
+            Done where nothing is recorded for backward or computed again by a checkpoint, no other
+            tensor of the call shares its memory, it has the dtype of the sum, and no module
+            separates the sequence into groups; else, and for a channel, the sum is a tensor of its
+            own, as it always is by default.
 
     Raises:
         InputError: in forward, if the two shapes differ. Nothing is broadcast.
