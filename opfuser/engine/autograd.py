@@ -353,8 +353,11 @@ def returned(func_ctx: Any, program: Program, output: Tensor, outputs: Sequence[
     func_ctx.set_materialize_grads(False)
     func_ctx.output_like = (output.shape, output.dtype, output.device)
     results = [output]
-    for y in outputs:
-        results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)
+    for n, y in enumerate(outputs):
+        if any(y is earlier for earlier in results):
+            # A view of what has a history would have one, too, without a node of its own.
+            y = y.detach() if n in program.without_grad else y.view_as(y)
+        results.append(y)
     if program.without_grad:
         func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
     return tuple(results)

@@ -196,6 +196,7 @@ X = randn(3, 4)
 UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
     "the input itself": (ordered, [X, X]),
     "a view of the input": (ordered, [X, X.view(3, 4)]),
+    "the input of another step": (lambda: ordered(of.ConstantScale(2.0)), [X, X]),
     "expanded": (ordered, [X, randn(1, 4).expand(3, 4)]),
     "another dtype": (ordered, [X, randn(3, 4).float()]),
     "two extra inputs": (lambda: ordered(of.AddExtraInput(in_place=True)), [randn(3, 4), X, X]),
