@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import torch_internals as internals
-from ..buffer_reuse import any_overlap, is_batched, overlap, shares_nothing
-from ..change_tracking import active_calls
+from ..core.buffer_reuse import any_overlap, is_batched, overlap, shares_nothing
+from ..core.change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
@@ -31,8 +31,8 @@ from .passes import (
     tells_step,
 )
 from .program import Program
-from .recorded_guards import keywords_of
-from .specialized import Specialization
+from .recorded.guards import keywords_of
+from .recorded.specialized import Specialization
 from .steps import zeros
 
 __all__ = ["Kwargs", "batched_like", "differentiate", "execute_eagerly", "returned", "separate"]
@@ -354,10 +354,11 @@ def returned(func_ctx: Any, program: Program, output: Tensor, outputs: Sequence[
     func_ctx.output_like = (output.shape, output.dtype, output.device)
     results = [output]
     for n, y in enumerate(outputs):
+        distinct = y
         if any(y is earlier for earlier in results):
             # A view of what has a history would have one, too, without a node of its own.
-            y = y.detach() if n in program.without_grad else y.view_as(y)
-        results.append(y)
+            distinct = y.detach() if n in program.without_grad else y.view_as(y)
+        results.append(distinct)
     if program.without_grad:
         func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
     return tuple(results)
