@@ -104,6 +104,14 @@ def _without_base(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     return output if shared else output.detach()
 
 
+def _without_graphs(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs without the graph that a user's operation made of them, and may differentiate itself.
+
+    Of a tensor that a Function returns, autograd replaces the history.
+    """
+    return [y if y.grad_fn is None or any(y is t for t in given) else y.detach() for y in outputs]
+
+
 def batched_like(x: Tensor, others: Sequence[Tensor], kwargs: Kwargs) -> Tensor:
     """``x`` with the batch dimensions that ``torch.vmap`` gave to any other tensor of a call.
 
@@ -151,6 +159,8 @@ class _SequenceFunction(torch.autograd.Function):
             emit(_bytes_saved(program, tape.saved, parameters, marked))
         if internals.is_view(output):
             output = _without_base(output, (input_, *tensors))
+        if program.verified is not None:
+            output, *outputs = _without_graphs((output, *outputs), (input_, *tensors))
         return returned(func_ctx, program, output, outputs)
 
     @staticmethod

@@ -38,6 +38,27 @@ def test_gradients_of_returned_inputs(op: nn.Module) -> None:
     same(grads(y, [x])[0].flatten(), torch.arange(1, 7, dtype=F64))
 
 
+class OwnGraph(opfuser.BasicOperation):
+    """``y = sin(x)``, differentiated by the graph that forward keeps."""
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        with torch.enable_grad():
+            x = input_.detach().requires_grad_()
+            y = torch.sin(x)
+        ctx.graph = x, y
+        return y
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        x, y = ctx.graph
+        return torch.autograd.grad(y, x, grad_output)[0], ()
+
+
+def test_an_operation_keeps_the_graph_of_what_it_returns() -> None:
+    seq, x = opfuser.Sequential(OwnGraph(), OwnGraph()), randn(2, 3, grad=True)
+    for _ in range(3):
+        same(grads(seq(x), [x]), grads(torch.sin(torch.sin(x)), [x]))
+
+
 def test_one_tensor_as_the_output_and_as_an_extra_output_without_gradient() -> None:
     """What is tapped needs none; the output, which is the same tensor, is taken to need one."""
     tap = opfuser.MakeExtraOutput().set_extra_output_channel(0, "x")
