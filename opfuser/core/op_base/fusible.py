@@ -29,7 +29,8 @@ class FusibleOperation(TracedCalls, Tracked):
             inherited.
         recordable: promises that both passes compute by functions of torch alone, custom operators
             of ``torch.library`` among them, whose calls depend on nothing but shapes, dtypes,
-            attributes and modes of torch. Equal calls can then be repeated without the operation,
+            attributes and modes of torch. What changes within a list or dict is not seen: set the
+            attribute anew. Equal calls can then be repeated without the operation,
             see ``docs/what-runs.md``. A kernel that is called by other means is not seen, and would
             be left out. Not inherited; of the library's own it is always true.
         kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
