@@ -105,6 +105,10 @@ class BackwardResultError(OpfuserError, TypeError):
     """A backward returned something other than the gradients in their order."""
 
 
+class OverwrittenError(OpfuserError, RuntimeError):
+    """An operation wrote to a tensor that it was given, and whose gradient that makes wrong."""
+
+
 class GradientShapeError(OpfuserError, RuntimeError):
     """A gradient has another shape than its tensor."""
 

@@ -21,9 +21,10 @@ class AddExtraInput(BasicOperation):
 
     Args:
         in_place: write the sum to an extra input that the caller passes, and return that tensor.
-            This happens if nothing is recorded for backward, no other tensor of the call shares its
-            memory, and it has the dtype of the sum. Otherwise, for a channel, and by default, the
-            sum is a new tensor.
+            This happens if nothing is recorded for backward or recomputed by a checkpoint, no other
+            tensor of the call shares its memory, it has the dtype of the sum, and no module
+            separates the sequence into groups. Otherwise, for a channel, and by default, the sum is
+            a new tensor.
 
     Raises:
         InputError: in forward, if the two shapes differ. Nothing is broadcast.

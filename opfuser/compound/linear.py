@@ -160,7 +160,8 @@ class Linear(LinearCompound):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._linear.set_grad_dtype()
+        if "_parameters" in vars(self._linear):  # else it is being copied, and calls this itself
+            self._linear.set_grad_dtype()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self._linear.moved_by(super()._apply, fn, recurse)

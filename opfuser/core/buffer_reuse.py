@@ -9,6 +9,7 @@ overwriting it goes unseen.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from .. import torch_internals as internals
 from ..runtime.recording import watching
 from ..runtime.tracing import functional
 from ..torch_internals import internal_overlap, storage_address, storage_use_count, use_count
+from .recomputation import parts_under_way
 
 
 def references(memories: Sequence[int]) -> list[int]:
@@ -75,8 +77,20 @@ def shares_nothing(view: Tensor) -> bool:
         return False
 
 
+class _CallsAround(threading.local):
+    """Calls under way on this thread that have passed extra inputs on, and may read them again."""
+
+    depth = 0
+
+
+calls_around = _CallsAround()
+
+
 def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether ``tensor`` can be overwritten in place without changing any of ``others``."""
+    """Whether an extra input can be overwritten in place without changing any of ``others``.
+
+    Nor what another group of a Sequential, its caller, or a checkpoint reads later.
+    """
     if functional():
         return False
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
@@ -86,7 +100,9 @@ def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     if internal_overlap(tensor) != 0:
         return False
     memory = tensor.untyped_storage().data_ptr()
-    return all(other.untyped_storage().data_ptr() != memory for other in others)
+    if any(other.untyped_storage().data_ptr() == memory for other in others):
+        return False
+    return not calls_around.depth and not parts_under_way()
 
 
 def is_batched(grad: Tensor | None) -> bool:

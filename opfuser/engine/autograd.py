@@ -103,6 +103,14 @@ def _without_base(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     return output if shared else output.detach()
 
 
+def _without_graphs(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs without the graph that a user's operation made of them, and may differentiate itself.
+
+    Of a tensor that a Function returns, autograd replaces the history.
+    """
+    return [y if y.grad_fn is None or any(y is t for t in given) else y.detach() for y in outputs]
+
+
 def batched_like(x: Tensor, others: Sequence[Tensor], kwargs: Kwargs) -> Tensor:
     """``x`` with the batch dimensions that ``torch.vmap`` gave to any other tensor of a call.
 
@@ -146,6 +154,8 @@ class _SequenceFunction(torch.autograd.Function):
             emit(_bytes_saved(program, tape.saved, parameters, marked))
         if internals.is_view(output):
             output = _without_base(output, (input_, *tensors))
+        if program.verified is not None:
+            output, *outputs = _without_graphs((output, *outputs), (input_, *tensors))
         return returned(func_ctx, program, output, outputs)
 
     @staticmethod
@@ -347,8 +357,12 @@ def returned(func_ctx: Any, program: Program, output: Tensor, outputs: Sequence[
     func_ctx.set_materialize_grads(False)
     func_ctx.output_like = (output.shape, output.dtype, output.device)
     results = [output]
-    for y in outputs:
-        results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)
+    for n, y in enumerate(outputs):
+        distinct = y
+        if any(y is earlier for earlier in results):
+            # A view of what has a history would have one, too, without a node of its own.
+            distinct = y.detach() if n in program.without_grad else y.view_as(y)
+        results.append(distinct)
     if program.without_grad:
         func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
     return tuple(results)

@@ -159,6 +159,8 @@ class _Forward:
                     tuple_text([f"e{n}" for n in range(len(layout.routing.inputs))])
                     + " = extra_inputs"
                 )
+                if any(map(self.overwritable, layout.plan.forward)):
+                    lines("given_x = x")
             for number, step in enumerate(layout.plan.forward):
                 first = step.indices[0]
                 with _lines_of(lines, layout, self.emission, step, "forward"):
@@ -203,8 +205,8 @@ class _Forward:
         lines, layout, op = self.lines, self.layout, self.lines.operation(step)
         routing, own = layout.routing, set(step.indices)
         contexts = list(map(self.context, step.indices))
-        if not self.taped and not self.emission.traced:
-            self.permit_overwriting(step)
+        for i, at in self.overwritable(step):
+            self.permit_overwriting(i, at)
         given = self.extra_inputs(step)
         done = [slot for slot, last in self.last_reader.items() if last == number]
         freed = [slot for slot in done if slot in self.made]
@@ -272,20 +274,22 @@ class _Forward:
             return f"e{source}"
         return f"{self.lines.helper(steps.asking)}({_extra(source)})" if asks else _extra(source)
 
-    def permit_overwriting(self, step: Step) -> None:
-        """Lines by which operations with ``in_place`` may overwrite their extra input."""
-        lines, routing = self.lines, self.layout.routing
-        for i in step.indices:
-            op, row = self.layout.plan.basic_ops[i], _outside(routing.sources[i], set(step.indices))
-            if not (row and isinstance(row[0], int) and hasattr(op, "in_place")):
-                continue
-            at = row[0]
-            extras = [f"e{n}" for n in range(len(routing.inputs)) if n != at]
-            others = tuple_text(["x", *map(_extra, self.made), *extras])
-            asked = (
-                f"{lines.helper(steps.may_overwrite)}({lines.bind(f'op{i}', op)}, e{at}, {others})"
-            )
-            lines(f"c{i}.may_overwrite = {asked}")
+    def overwritable(self, step: Step) -> list[tuple[int, int]]:
+        """Operations with ``in_place``, and the argument that is their extra input."""
+        if self.taped or self.emission.traced:
+            return []
+        ops, sources = self.layout.plan.basic_ops, self.layout.routing.sources
+        first = [(i, sources[i][0]) for i in step.indices if sources[i]]
+        return [(i, at) for i, at in first if isinstance(at, int) and hasattr(ops[i], "in_place")]
+
+    def permit_overwriting(self, i: int, at: int) -> None:
+        """A line by which an operation may overwrite its extra input."""
+        lines = self.lines
+        extras = [f"e{n}" for n in range(len(self.layout.routing.inputs)) if n != at]
+        others = tuple_text(["given_x", "x", *map(_extra, self.made), *extras])
+        op = lines.bind(f"op{i}", self.layout.plan.basic_ops[i])
+        asked = f"{lines.helper(steps.may_overwrite)}({op}, e{at}, {others})"
+        lines(f"c{i}.may_overwrite = {asked}")
 
     def results(self, step: Step, own: set[int]) -> steps.ForwardResults:
         routing = self.layout.routing
@@ -360,6 +364,30 @@ class _Backward:
         return f"{self.lines.helper(steps.revived)}({', '.join(arguments)})"
 
     def step(self, step: Step, quantizer: Quantizer | None) -> None:
+        """Lines that run a step, if a gradient reaches it."""
+        if not self.may_lack_zeros(step):
+            self.whole(step, quantizer)
+            return
+        with self.lines.block("if dx is None:"):
+            for i in reversed(step.indices):
+                self.whole(Step(self.layout.plan.basic_ops[i], (i,)), None)
+        with self.lines.block("else:"):
+            self.whole(step, quantizer)
+
+    def may_lack_zeros(self, step: Step) -> bool:
+        """Whether extra outputs may have gradients while nobody knows zeros for the output.
+
+        Where forward makes it on the way, its shape is not known.
+        """
+        if len(step.indices) == 1 or not any(
+            self.layout.routing.consumers[i] for i in step.indices
+        ):
+            return False
+        made = {step.indices[-1] for step in self.layout.plan.forward}
+        return self.emission.traced or step.indices[-1] not in made
+
+    def whole(self, step: Step, quantizer: Quantizer | None) -> None:
+        """Lines that run a step, where zeros are known."""
         lines = self.lines
         slots = [
             [Slot(i, s) for s in range(len(self.layout.routing.consumers[i]))] for i in step.indices
@@ -390,16 +418,17 @@ class _Backward:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
         names, around = f"dx, {self.parameter_grads(i)}", ""
         if not is_built_in(step.op):
-            around = lines.bind(f"results{i}", self.results(step)) + ".of_one"
+            around = f"{self.results(step)}.of_one"
         lines.call(names, f"{op}.op_backward", [self.revived(i), "dx"], around)
 
     def parameter_grads(self, i: int) -> str:
         start, stop = self.layout.spans[i]
         return tuple_text([f"g{n}" for n in range(start, stop)])
 
-    def results(self, step: Step) -> steps.BackwardResults:
+    def results(self, step: Step) -> str:
+        """The name of what takes the results of a step apart."""
         spans, sources = self.layout.spans, self.layout.routing.sources
-        return steps.BackwardResults(
+        found = steps.BackwardResults(
             step_name(step),
             tuple((i, describe(i, self.layout.plan.basic_ops[i])) for i in step.indices),
             tuple(spans[i][1] - spans[i][0] for i in step.indices),
@@ -408,11 +437,15 @@ class _Backward:
                 for i in step.indices
             ),
         )
+        # That of an operation which a step covers has another name than that of the step.
+        return self.lines.bind(
+            f"result{'s' if len(step.indices) > 1 else ''}{step.indices[0]}", found
+        )
 
     def general(self, step: Step, contexts: str, given: str) -> None:
         lines, layout, op = self.lines, self.layout, self.lines.operation(step)
         own, routing = set(step.indices), layout.routing
-        results = lines.bind(f"results{step.indices[0]}", self.results(step))
+        results = self.results(step)
         flat = [f"g{n}" for i in step.indices for n in range(*layout.spans[i])]
         sums: list[tuple[str, str]] = []
         for i in step.indices:

@@ -85,6 +85,8 @@ def execute_forward(
             return _record_forward(program, kwargs, x, extra_inputs, tape, *own)
     verification = _verification(program, x, tape)
     function = program.function("forward", _emission(verification))
+    if verification is not None and tape is not None:
+        verification.lend("an input that requires grad", [*filter(_trained, (x, *extra_inputs))])
     try:
         x, outputs = function(x, extra_inputs, _each(kwargs, program), tape, verification)
     except Exception as error:
@@ -173,6 +175,10 @@ def traced_forward(
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     return x, outputs
+
+
+def _trained(t: Tensor) -> bool:
+    return t.requires_grad
 
 
 def _each(kwargs: Kwargs, program: Program) -> Sequence[dict[str, Any]]:
@@ -300,6 +306,8 @@ def _run_backward(
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, by the function of the program."""
     function = program.function("backward", _emission(verification))
+    if verification is not None:
+        verification.lend("the gradient of the output", [dx])
     try:
         grads: list[Tensor | None] = function(dx, grad_outputs, contexts, saved, verification)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -97,7 +98,12 @@ def _fused(
     def stage(name: Stage, start: list[FusibleOperation]) -> list[FusibleOperation]:
         for handle in handles:
             if handle.stage == name:
-                start = maker.attempt(handle, start)
+                try:
+                    start = maker.attempt(handle, start)
+                except Exception as error:
+                    if sys.version_info >= (3, 11):
+                        error.add_note(f"opfuser: in fusion {handle.name!r} (stage {name})")
+                    raise
         return start
 
     joint = stage("joint", ops)

@@ -7,19 +7,30 @@ are never verified.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.context import OperationContext
 from ..core.op_base import BasicOperation
+from ..core.op_base.kinds import is_built_in
 from ..core.op_base.results import refuse_output
-from ..errors import BackwardResultError, GradientShapeError, SavedTensorsError
+from ..errors import BackwardResultError, GradientShapeError, OverwrittenError, SavedTensorsError
 from ..quantization.quantizers import QuantizedTensor
+from .emission import step_name
 from .program import Program
 from .routing import describe
+
+
+class _Lent(NamedTuple):
+    """A tensor of the caller. Nothing refers to it: an operation may ask who else does."""
+
+    what: str
+    tensor: weakref.ref[Tensor]
+    version: int
 
 
 class Verification:
@@ -38,9 +49,44 @@ class Verification:
         self._step = ""
         self._shapes: dict[int, torch.Size] = {}
         self._tensors: list[tuple[str, str, bool, torch.Size]] = []
+        self._lent: list[_Lent] = []
+        self._overwritten: OverwrittenError | None = None
+        plan = program.plan
+        self._of_users = {
+            step_name(step) for step in (*plan.forward, *plan.backward) if not is_built_in(step.op)
+        }
+
+    def lend(self, what: str, tensors: Sequence[Tensor | None]) -> None:
+        """Remembers tensors that no operation of the pass to come may write to."""
+        self._lent = [
+            _Lent(what, weakref.ref(t), t._version)
+            for t in tensors
+            if t is not None and not t.is_inference()
+        ]
+
+    def _look_at_lent(self, step: str) -> None:
+        """Looks whether a step has written to any of them."""
+        for n, (what, ref, version) in enumerate(self._lent):
+            tensor = ref()
+            if tensor is None or tensor._version == version:
+                continue
+            self._lent[n] = self._lent[n]._replace(version=tensor._version)
+            if step in self._of_users and self._overwritten is None:
+                self._overwritten = OverwrittenError.explained(
+                    "An operation does not write to what it is given",
+                    where=step,
+                    received=f"{what}, written to",
+                    remedy="Return another tensor; clone what is computed in place",
+                )
+
+    def _raise_overwritten(self) -> None:
+        self._lent = []
+        if self._overwritten is not None:
+            raise self._overwritten
 
     def before_forward(self, index: int, step: str, x: Any) -> None:
         """Looks at the input of a step, which is the output of the step before it."""
+        self._look_at_lent(self._step)
         if self._step and not isinstance(x, (Tensor, QuantizedTensor)):
             raise refuse_output(self._step, x)
         self._step = step
@@ -53,6 +99,8 @@ class Verification:
         saved: Sequence[Any],
     ) -> None:
         """Looks at what was saved; without contexts there is nothing to come."""
+        self._look_at_lent(self._step)
+        self._raise_overwritten()
         if contexts is None:
             self._verified.add(self._kind)
             return
@@ -68,6 +116,7 @@ class Verification:
 
     def after_backward(self, index: int, step: str, dx: Any) -> None:
         """Looks at the gradient of the input of a step whose first operation has this index."""
+        self._look_at_lent(step)
         needs = self._program.plan.needs[index]
         if needs is None or not needs.input:  # nobody will
             return
@@ -84,6 +133,7 @@ class Verification:
 
     def at_the_end(self, grads: Sequence[Any]) -> None:
         """Looks at the gradients of what was noted."""
+        self._raise_overwritten()
         for (step, name, needed, shape), grad in zip(self._tensors, grads):
             if not needed:
                 continue

@@ -38,6 +38,42 @@ def test_gradients_of_returned_inputs(op: nn.Module) -> None:
     same(grads(y, [x])[0].flatten(), torch.arange(1, 7, dtype=F64))
 
 
+class OwnGraph(opfuser.BasicOperation):
+    """``y = sin(x)``, differentiated by the graph that forward keeps."""
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        with torch.enable_grad():
+            x = input_.detach().requires_grad_()
+            y = torch.sin(x)
+        ctx.graph = x, y
+        return y
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        x, y = ctx.graph
+        return torch.autograd.grad(y, x, grad_output)[0], ()
+
+
+def test_an_operation_keeps_the_graph_of_what_it_returns() -> None:
+    seq, x = opfuser.Sequential(OwnGraph(), OwnGraph()), randn(2, 3, grad=True)
+    for _ in range(3):
+        same(grads(seq(x), [x]), grads(torch.sin(torch.sin(x)), [x]))
+
+
+def test_one_tensor_as_the_output_and_as_an_extra_output_without_gradient() -> None:
+    """What is tapped needs none; the output, which is the same tensor, is taken to need one."""
+    tap = opfuser.MakeExtraOutput().set_extra_output_channel(0, "x")
+    swap = opfuser.SwapExtra().set_extra_input_channel(0, "x")
+    seq = opfuser.Sequential(opfuser.Tanh(), tap, Times(), swap)
+    x = randn(2, 3)
+    for _ in range(3):  # recorded, too
+        outputs = seq(x)
+        assert [y.requires_grad for y in outputs] == [True, False, True]
+        assert torch.equal(outputs[1], torch.tanh(x))
+        wanted = [y for y in outputs if y.requires_grad]
+        (dw,) = torch.autograd.grad([y.sum() for y in wanted], [seq[2].w])
+        same(dw, torch.tanh(x).sum(0))
+
+
 @pytest.mark.parametrize(
     "last", [Times(), Square(), opfuser.Identity(), opfuser.Reshape((3, 2))], ids=str
 )

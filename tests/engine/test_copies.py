@@ -82,3 +82,14 @@ def test_casting_reaches_operations_with_extra_tensors() -> None:
     x = torch.randn(2, 3, dtype=torch.bfloat16)
     y, extra = seq.bfloat16()(x, x)
     assert {y.dtype, extra.dtype} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, by_pickle, by_torch_save])
+def test_copies_of_the_parts_of_a_linear_operation(how: Callable[[Any], Any]) -> None:
+    linear, x = opfuser.Linear(3, 2, dtype=torch.float64), randn(4, 3)
+    same(opfuser.Sequential(*how(list(linear.basic_ops)))(x), linear(x))
+    product = how(linear.basic_ops[0])
+    same(product(x), x @ linear.weight.T)
+    with torch.no_grad():
+        product.weight.zero_()
+    assert bool(linear.weight.any()) is (how is not copy.copy)

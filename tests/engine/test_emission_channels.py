@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import opfuser
-from opfuser import BasicLinear, ConstantScale, MakeExtraOutput, Sequential
+from opfuser import BasicLinear, ConstantScale, Linear, MakeExtraOutput, Sequential, SwapExtra
 from opfuser.core.buffer_reuse import only_reference
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
 from tests.engine.toys import F64, Stop, Times, consumer, grads, producer, randn, same
@@ -203,6 +203,24 @@ def test_zeros_have_the_shape_of_the_output_that_forward_made_alone() -> None:
     assert torch.equal(x.grad, torch.ones_like(tapped))  # type: ignore[arg-type]
     (weight,) = model.parameters()
     assert torch.equal(weight.grad, torch.zeros_like(weight))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_zeros_of_an_output_whose_shape_nobody_knows(bias: bool, compiled: bool) -> None:
+    """The forward of the linear operation and its bias is one step. Tracing notes no shape."""
+    tap = MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    swap = SwapExtra().set_extra_input_channel(0, "x")
+    model = Sequential(ConstantScale(2.0), tap, Linear(3, 5, bias=bias, dtype=F64), swap)
+    x, weight = randn(2, 3, grad=True), model[2].weight
+    assert model.plan(x).fused("backward") == {"backward_linear_add": 1}
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    for _ in range(4):
+        y, other = call(x)
+        dx, dw = torch.autograd.grad((3 * y).sum(), (x, weight), allow_unused=True)
+        same(dx, 6 * torch.ones_like(x))
+        assert dw is None or not dw.any()
+        assert other.shape == (2, 5)
 
 
 def test_nothing_runs_in_front_of_the_first_gradient() -> None:

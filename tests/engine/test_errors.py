@@ -24,6 +24,7 @@ from opfuser.errors import (
     HiddenOutputError,
     InputError,
     OpKwargsError,
+    OverwrittenError,
     ParameterGradientCountError,
     ParametersNotKeptError,
     SavedTensorsError,
@@ -251,6 +252,11 @@ class ReturnsPair(Doubled):
         return input_, [()]
 
 
+class WritesToInput(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        return input_.mul_(2)
+
+
 class ReadsWhatWasNotSaved(Doubled):
     def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
         return 2 * input_
@@ -294,6 +300,9 @@ WRONG_FORWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
      "read parameters from self. It happened in the forward of op 1 (ReadsParametersInForward).")),
     (ReturnsPair, ForwardResultError,
      "fuser_forward a pair (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
+    (WritesToInput, OverwrittenError,
+     ("An operation does not write to what it is given (op 1 (WritesToInput)). Received: an input "
+     "that requires grad, written to. Return another tensor; clone what is computed in place.")),
 ]  # fmt: skip
 WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
     (ReadsWhatWasNotSaved, SavedTensorsError,
@@ -324,6 +333,9 @@ WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
      SHAPE + "(6,) for the input of shape (2, 3)."),
     (backward("Wrong", lambda dy: (dy, (dy.sum(1),))), GradientShapeError,
      SHAPE + "(2,) for gamma of shape (3,)."),
+    (backward("Wrong", lambda dy: (dy.mul_(2), (None,))), OverwrittenError,
+     ("An operation does not write to what it is given (op 1 (Wrong)). Received: the gradient of "
+     "the output, written to.")),
 ]  # fmt: skip
 
 
@@ -338,6 +350,18 @@ def test_a_wrong_forward(wrong: Any, kind: type[Exception], text: str, behind: A
     with pytest.raises(kind) as error:
         Sequential(Identity(), wrong(), behind())(randn(2, 3, grad=True))
     assert text in str(error.value)
+
+
+def test_what_is_no_wrong_write() -> None:
+    """To what has no gradient, to what an operation has made itself, and where none is recorded."""
+    x, times = randn(2, 3), Times()
+    doubled = 2 * x
+    assert torch.equal(Sequential(WritesToInput())(x), doubled)  # its parameter needs a gradient
+    y = Sequential(times, WritesToInput())(x.requires_grad_())
+    assert torch.equal(y, 2 * doubled * times.w)
+    with torch.no_grad():
+        Sequential(WritesToInput())(x)
+    assert torch.equal(x.detach(), 2 * doubled)
 
 
 @pytest.mark.parametrize(("wrong", "kind", "text"), WRONG_BACKWARDS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
 from opfuser.engine.plan import Plan
@@ -174,11 +175,16 @@ def ordered(*before: nn.Module) -> of.Sequential:
     return of.Sequential(*before, of.AddExtraInput(in_place=True))
 
 
-def by_channel() -> of.Sequential:
+def by_channel(*between: nn.Module, to_caller: bool = False) -> of.Sequential:
     make, add = of.MakeExtraOutput(), of.AddExtraInput(in_place=True)
-    make.set_extra_output_channel(0, "x", output_to_caller=False)
+    make.set_extra_output_channel(0, "x", output_to_caller=to_caller)
     add.set_extra_input_channel(0, "x")
-    return of.Sequential(make, of.ConstantScale(2.0), add)
+    return of.Sequential(make, of.ConstantScale(2.0), *between, add)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
 
 
 def made_in_inference_mode() -> Tensor:
@@ -190,6 +196,7 @@ X = randn(3, 4)
 UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
     "the input itself": (ordered, [X, X]),
     "a view of the input": (ordered, [X, X.view(3, 4)]),
+    "the input of another step": (lambda: ordered(of.ConstantScale(2.0)), [X, X]),
     "expanded": (ordered, [X, randn(1, 4).expand(3, 4)]),
     "another dtype": (ordered, [X, randn(3, 4).float()]),
     "two extra inputs": (lambda: ordered(of.AddExtraInput(in_place=True)), [randn(3, 4), X, X]),
@@ -199,6 +206,19 @@ UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
     ),
     "of inference mode": (ordered, [X, made_in_inference_mode()]),
     "from a channel": (by_channel, [X]),
+    # Each group sees a part of the call alone.
+    "from a channel over a module": (lambda: by_channel(nn.Tanh()), [X]),
+    "a tensor that the caller gets": (lambda: by_channel(nn.Tanh(), to_caller=True), [X]),
+    "read by another group": (
+        lambda: of.Sequential(*ordered(), nn.Tanh(), of.AddExtraInput()), [randn(3, 4), X, X]
+    ),
+    "of an earlier group": (lambda: ordered(of.MakeExtraOutput(), nn.Tanh()), [X, X]),
+    "read outside": (
+        lambda: of.Sequential(hooked(ordered()), of.AddExtraInput()), [randn(3, 4), X, X]
+    ),
+    "read behind it": (
+        lambda: of.Sequential(hooked(ordered()[0]), of.AddExtraInput()), [randn(3, 4), X, X]
+    ),
 }  # fmt: skip
 
 
@@ -214,6 +234,17 @@ def test_in_place_is_no_order_where_it_would_change_something_else(case: str) ->
         torch.testing.assert_close(y, of.Sequential(*seq)(*before))
     for t, value in zip(tensors, before):
         assert torch.equal(t, value)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_place_is_no_order_where_a_checkpoint_reads_it_again(reentrant: bool) -> None:
+    """The forward of a checkpoint with re-entry records nothing."""
+    seq, x, z = ordered(of.ConstantScale(2.0)), randn(3, 4, grad=True), randn(3, 4)
+    seq.append(of.Tanh())
+    value = z.clone()
+    checkpoint(seq, x, z, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(z, value)
+    torch.testing.assert_close(x.grad, 2 / torch.cosh(2 * x.detach() + value) ** 2)
 
 
 def test_in_place_is_no_order_while_gradients_are_recorded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,3 +140,14 @@ def test_a_function_that_returns_no_list_is_an_error(answer: Any) -> None:
 def test_a_build_that_covers_something_else_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"fusion 'rule'.*FusedForward does not fit at operation 0"):
         plan("AB", rule("A B", build=lambda a, b: FusedForward(b)))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("stage", ["joint", "forward", "backward"])
+def test_an_exception_says_in_which_fusion_it_was_raised(stage: Any) -> None:
+    def broken(ops: Sequence[Any]) -> list[Any]:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as error:
+        plan("AB", broken, stage=stage)
+    assert error.value.__notes__ == [f"opfuser: in fusion 'broken' (stage {stage})"]

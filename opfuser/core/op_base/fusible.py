@@ -20,7 +20,7 @@ class FusibleOperation(TracedCalls, Tracked):
     Numbers of any type that are set as attributes become Python's int or float.
 
     Class attributes:
-        read_only: names of attributes that cannot be changed, because something derived from them,
+        read_only: names of attributes that cannot be set again, because something derived from them,
             such as the shape of a parameter, would not follow.
         replayable: promises that both passes only launch kernels on tensors that are arguments,
             parameters, buffers, :meth:`BasicOperation.cached_tensors` or temporary: the host reads
@@ -28,8 +28,9 @@ class FusibleOperation(TracedCalls, Tracked):
             not inherited: a class outside of the library must set it itself.
         recordable: promises that both passes compute with torch functions only, including custom
             operators of ``torch.library``, and that which functions they call depends only on
-            shapes, dtypes, attributes and torch's modes. Equal calls can then be repeated without
-            the operation, see ``docs/what-runs.md``. Any other kernel call would not be recorded,
+            shapes, dtypes, attributes and torch's modes. Changes inside a list or dict are not
+            seen: set the attribute anew. Equal calls can then be repeated without the operation,
+            see ``docs/what-runs.md``. Any other kernel call would not be recorded,
             and would be missing. Not inherited; always true for the library's own operations.
         kernels: the kernels of the operation, for the text of plans: ``("my_package.my_norm",)``.
             Not inherited by classes outside of the library. The library's own operations name
