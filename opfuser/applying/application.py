@@ -257,7 +257,9 @@ def _as_before(model: nn.Module) -> Iterator[None]:
                 now.update(held)
             with torch.no_grad():
                 for buffer, version, value in values:
-                    if buffer._version != version:
+                    # torch counts no version where a batch norm writes to its statistics.
+                    plain = type(buffer) is Tensor and not buffer.is_meta
+                    if buffer._version != version or (plain and not torch.equal(buffer, value)):
                         buffer.copy_(value)
 
 

@@ -200,7 +200,7 @@ class _RecordedFunction(torch.autograd.Function):
         if program.kept_parameters:
             saved += program.kept(parameters)
         marked = hooked = False
-        if internals.saved_tensors_hooks(False) is not None:
+        if saved and internals.saved_tensors_hooks(False) is not None:
             marked, hooked = _saved_tensors_hooks()
             if marked:
                 saved.insert(0, torch.empty(0, program.layout()))

@@ -79,6 +79,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
     if whole.operations and isinstance(whole.operations[0], Embedding):
         rows, dtypes = whole.source.shape, {result.meta.dtype}
+    if autocast is not None and torch.float64 in dtypes:
+        raise KeptError("is in torch.float64, which autocast leaves as it is")
     rounds = autocast is not None and whole.source.meta.is_floating_point()
     if rows != result.shape[:-1] or (len(dtypes) > 1 and not rounds):
         raise KeptError("returns another dtype or shape than its input has")

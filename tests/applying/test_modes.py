@@ -122,6 +122,17 @@ def test_under_autocast() -> None:
     assert step(model)[0].dtype == torch.float32
 
 
+def test_autocast_leaves_fp64_as_it_is() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_equal_steps(step(model), step(plain))
+    assert not report(model).computed
+    assert_equal_steps(step(model), step(plain))  # without autocast the same is computed
+    assert report(model).computed
+
+
 def test_other_sizes_than_those_of_the_first_call() -> None:
     model, plain = llama(), llama()
     opfuser.apply(model)
