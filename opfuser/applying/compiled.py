@@ -214,6 +214,9 @@ class CompiledCalls:
             self._keep("breaks the graph")
             return None
         call.reading, call.end = False, _last(call.graph)
+        if any(map(_varies, _between(call.graph, call.start, call.end))):
+            self._keep("reads a number that varies")
+            return None
         _now.call = call
         decision, module = call.decision, self.module()
         assert decision.built is not None
@@ -256,19 +259,42 @@ def _last(graph: Any) -> Any:
     return next(iter(reversed(graph.nodes)), None)
 
 
-def _remove(graph: Any, last: Any, before: Any) -> None:
-    """Removes the nodes of a graph after one, up to the last, unless others use them."""
-    nodes = iter(reversed(graph.nodes))
-    for node in nodes:
-        if node is last:
+def _between(graph: Any, before: Any, last: Any) -> list[Any]:
+    """The nodes of a graph after one, up to the last, from which they start."""
+    found: list[Any] = []
+    for node in reversed(graph.nodes):
+        if node is before:
             break
-    else:
-        return
-    while node is not before and node is not None:
-        earlier = next(nodes, None)
-        if node.op not in ("placeholder", "get_attr") and not node.users:
+        if found or node is last:
+            found.append(node)
+    return found
+
+
+def _remove(graph: Any, last: Any, before: Any) -> None:
+    """Removes the nodes of a graph after one, up to the last, unless others use them.
+
+    Of numbers that vary, Dynamo may use what there is again.
+    """
+    for node in _between(graph, before, last):
+        kept = node.op in ("placeholder", "get_attr") or node.target == "item"
+        if not kept and not node.users:
             graph.erase_node(node)
-        node = earlier
+
+
+def _varies(node: Any) -> bool:
+    """Whether a node computes with a number of Python that no guard fixes and no tensor has.
+
+    Dynamo takes attributes and variables for such numbers once they have changed.
+    """
+    return any(map(_is_number, node.all_input_nodes))
+
+
+def _is_number(node: Any) -> bool:
+    given = node.meta.get("grapharg")
+    if given is None:
+        return node.target == "item" and _varies(node)
+    of_tensor = type(given.source).__name__ == "TensorPropertySource"
+    return given.pass_arg_as_tensor or not (of_tensor or isinstance(given.example, Tensor))
 
 
 def _decide(args: Any, kwargs: Any) -> None:

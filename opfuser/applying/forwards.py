@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import torch_internals as internals
 from ..attention.masks import hides_queries
-from ..core.recomputation import parts_under_way
+from ..core.recomputation import computed_again, parts_under_way
 from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
 from ..quantization.operation_state import restore_state_of_parameters
 from ..quantization.recipe_state import COMPUTED_BY
@@ -47,6 +47,7 @@ _HIDES_QUERIES = (
 )
 _OF_SCALES = QuantizedWeightError, RecomputationError
 _SIZES_AT_MOST = 1024
+_AS_BEFORE = "is computed again in a checkpoint, where its own forward was called before"
 
 
 def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +139,7 @@ class State(CompiledCalls):
         self.decisions: list[Decision] = []
         self.passed = Counter()
         self.module = lambda: None
+        self._left: weakref.WeakSet[Any] | None = None  # parts that its own forward computed
         self._kinds: tuple[_Kind, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
@@ -163,9 +165,10 @@ class State(CompiledCalls):
             if copied is not None:
                 return copied.forward(*args, **kwargs)
         reason = _reason_outside()
+        if not reason and self._left and (part := computed_again()) and part.key in self._left:
+            reason = _AS_BEFORE
         if reason:
-            self.passed[reason] += 1
-            return type(module).forward(module, *args, **kwargs)
+            return self._passed(module, reason, args, kwargs)
         kind: _Kind | None
         for kind in self._kinds:
             given = kind.layout(args, kwargs)
@@ -184,9 +187,16 @@ class State(CompiledCalls):
             if decision.masks and not reason:
                 reason = _reason_of_masks(decision, given)
         if reason:
-            self.passed[reason] += 1
-            return type(module).forward(module, *args, **kwargs)
+            return self._passed(module, reason, args, kwargs)
         return self._computed(module, decision, given, args, kwargs)
+
+    def _passed(self, module: Any, reason: str, args: Any, kwargs: Any) -> Any:
+        """The result of the module's own forward, which a checkpoint around it calls again."""
+        self.passed[reason] += 1
+        if parts := parts_under_way():
+            self._left = self._left or weakref.WeakSet()
+            self._left.update(parts)
+        return type(module).forward(module, *args, **kwargs)
 
     def reason_outside(self) -> str:
         return _reason_outside()

@@ -17,11 +17,12 @@ _Make = Callable[[Sequence[Any]], Any]
 
 
 class _Made(NamedTuple):
-    """A value, and what it was made of."""
+    """A value, what it was made of, and the arguments that were given it."""
 
     given: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
     value: Any
+    readers: set[object]
 
 
 class Memo:
@@ -38,11 +39,12 @@ class Memo:
             make: Any = argument.value
             read = tuple(n for part in make.args for n in _inputs_of(part))
             kind = argument.keyword, *make.args
-            shared = functools.partial(self.value, make, kind, (built.input, read))
+            shared = functools.partial(self.value, object(), make, kind, (built.input, read))
             built.arguments[number] = argument._replace(value=shared)
 
     def value(
         self,
+        reader: object,
         make: _Make,
         kind: Hashable,
         numbers: tuple[int, tuple[int, ...]],
@@ -50,7 +52,11 @@ class Memo:
     ) -> Any:
         """What is made of some of the inputs of a call, for a stream of one dtype.
 
+        One that asks again does so for another call: writes through ``.data``, or by NumPy, do not
+        change the versions of tensors.
+
         Args:
+            reader: that asks.
             make: makes it.
             kind: equal where the same is made of equal inputs.
             numbers: of the stream, and of the inputs that are read.
@@ -65,16 +71,19 @@ class Memo:
         versions = tuple(t._version for t in given)
         if (
             last is not None
+            and reader not in last.readers
             and last.versions == versions
             and all(ref() is t for ref, t in zip(last.given, given))
         ):
+            last.readers.add(reader)
             return last.value
 
         def forget(gone: object) -> None:
             self._made.pop(kind, None)
 
         made = make(inputs)
-        self._made[kind] = _Made(tuple(weakref.ref(t, forget) for t in given), versions, made)
+        refs = tuple(weakref.ref(t, forget) for t in given)
+        self._made[kind] = _Made(refs, versions, made, {reader})
         return made
 
 

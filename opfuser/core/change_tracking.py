@@ -212,7 +212,7 @@ def _may_be_swapped(module: nn.Module, old: Tensor, new: Tensor) -> bool:
         and old.itemsize > 1
         and new.itemsize > 1
         and all(
-            cls.__module__.startswith((f"{__package__}.", "torch.", "builtins"))
+            cls.__module__.startswith(("opfuser.", "torch.", "builtins"))
             or vars(cls).keys().isdisjoint(_SEES_PARAMETERS)
             for cls in type(module).__mro__
         )

@@ -129,4 +129,4 @@ def _is_ours(names: dict[str, Any]) -> bool:
     return str(names.get("__name__")).startswith(_OURS)
 
 
-_OURS = __name__.rpartition(".")[0] + "."
+_OURS = "opfuser."

@@ -6,6 +6,7 @@ import enum
 import functools
 import logging
 import re
+import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,7 +53,7 @@ _OPAQUE = (
 )
 _CONTAINERS = dict, list, set
 _DEEPEST = 6
-_ASKING = frozenset(("AttributeError", "__dict__", "getattr", "hasattr", "vars"))
+_ASKING = frozenset(("AttributeError", "__dict__", "attrgetter", "getattr", "hasattr", "vars"))
 
 
 class Observed:
@@ -94,6 +95,7 @@ class Observed:
         self._found: dict[int, list[types.FunctionType]] = {}  # by their code
         self._done: set[int] = set()  # those of them whose variables are noted
         self._imported: dict[int, types.ModuleType] = {}  # in variables and by imports of functions
+        self.named: dict[int, types.ModuleType] = {}  # that are globals of executed code
         for module in root.modules():
             for attributes in attributes_of(module):
                 self.hold(attributes)
@@ -134,6 +136,8 @@ class Observed:
             self._hold_class(value)
         if isinstance(value, types.ModuleType) and not is_of_python(value.__name__):
             self._imported.setdefault(id(value), value)
+        if type(value) is str and value.isidentifier():  # with which an attribute may be found
+            self.texts.add(value)
         if value is MISSING or is_scalar(value) or isinstance(value, self._opaque):
             return
         if type(value).__module__.partition(".")[0] == "torch":
@@ -169,7 +173,7 @@ class Observed:
         if isinstance(value, (list, dict, set)):
             own = getattr(value, "__dict__", value)  # of a subclass
             return [*self.container(value), *self.container(own)]
-        if hasattr(value, "__dict__"):
+        if hasattr(value, "__dict__") and _has_attributes_alone(type(value)):
             self._hold_class(type(value))
             return self.container(value)
         self.keep(f"reads '{name}', a {type(value).__name__}")
@@ -194,6 +198,7 @@ class Observed:
     def _named_by_code(self) -> None:
         """Notes attributes that executed code names, and whose reading is not seen."""
         noted = {(_owner(kind, name), name) for kind, name in self._kinds}
+        asked = set() if self.names.isdisjoint(_ASKING) else self.texts
         for kind in self._classes:
             for name, value in list(vars(kind).items()):
                 function = value.fget if isinstance(value, property) else value
@@ -201,20 +206,23 @@ class Observed:
                 if isinstance(function, types.FunctionType):
                     read = id(function.__code__) in self.executed
                 else:
-                    read = name in self.names and not hasattr(value, "__get__")
+                    read = (name in self.names or name in asked) and not hasattr(value, "__get__")
                 if read and (kind, name) not in noted:
                     self.kind(kind, name)
-        self._named_in(*self._tensors, *map(vars, self._functions.values()))
+        for holder in (*self._tensors, *map(vars, self._functions.values())):
+            self._named_in(holder, self.names | self.texts)
+        for module in self.named.values():
+            self._named_in(vars(module), asked)
         done: set[int] = set()
         while new := [m for number, m in self._imported.items() if number not in done]:
             done.update(map(id, new))
-            self._named_in(*map(vars, new))
+            for module in new:
+                self._named_in(vars(module), self.names | self.texts)
 
-    def _named_in(self, *holders: dict[str, Any]) -> None:
-        for attributes in holders:
-            for name in attributes.keys() & (self.names | self.texts):
-                self.row(attributes, name, attributes[name])
-                self.look_into(name, attributes[name])
+    def _named_in(self, attributes: dict[str, Any], names: set[str]) -> None:
+        for name in attributes.keys() & names:
+            self.row(attributes, name, attributes[name])
+            self.look_into(name, attributes[name])
 
     def container(self, holder: Any) -> list[Any]:
         """Notes the contents of a container, and returns them where that had not been done."""
@@ -329,12 +337,13 @@ class Observed:
         self._named_by_code()
         functions = self._executed_functions()
         hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
-        parameters = [v for _, _, v in self._rows.values() if isinstance(v, nn.Parameter)]
+        tensors = [v for _, _, v in self._rows.values() if isinstance(v, Tensor)]
+        parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
         held = [c for n, (c, _) in self._held.items() if n in self._containers]
         objects = [c for c in held if not isinstance(c, _CONTAINERS)]
         asked: dict[Callable[[Any], Any], list[Any]] = {
-            SHAPE: parameters,
-            DTYPE: parameters,
+            SHAPE: tensors,
+            DTYPE: tensors,
             # Of the others, a forward may compute some without gradients.
             REQUIRES_GRAD: [p for p in parameters if not p.requires_grad],
             type: [*modules, *objects],
@@ -359,6 +368,25 @@ class Observed:
             held_tensors(self.root),
             frozenset(self.free),
         )
+
+
+class _Plain:
+    """Has attributes alone."""
+
+
+_OTHERS_WITH_ATTRIBUTES_ALONE = types.SimpleNamespace, threading.local, staticmethod, classmethod
+
+
+def _has_attributes_alone(kind: type) -> bool:
+    """Whether all that objects of a type hold is what ``vars`` returns: no slots, no part in C."""
+    for c in kind.__mro__:
+        members = (n for n, d in vars(c).items() if isinstance(d, types.MemberDescriptorType))
+        if not all(name.startswith("__") for name in members):
+            return False
+        known = c in _OTHERS_WITH_ATTRIBUTES_ALONE or not is_of_python(c.__module__)
+        if not known and c.__basicsize__ > _Plain.__basicsize__:
+            return False
+    return True
 
 
 def _copy_of(holder: Any) -> Any:

@@ -16,6 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import date, datetime
 from functools import partial
 from typing import Any, NoReturn
 
@@ -46,7 +47,8 @@ _COLLECTIVES = frozenset(
 _WRAPPERS = "nn.parallel.", "distributed.fsdp."
 # What is set for a whole process and no part of the key of a call, and what is never the same.
 _SETTINGS = internals.SETTINGS.union(
-    (globals, os.urandom, *(f for f in vars(time).values() if inspect.isbuiltin(f)))
+    (globals, os.urandom, date.today, datetime.now, datetime.today, datetime.utcnow),
+    (f for f in vars(time).values() if inspect.isbuiltin(f)),
 )
 # Modules of functions in C that are asked for the state of the interpreter.
 _OF_PROCESS = frozenset(("gc", "sys"))
@@ -262,6 +264,8 @@ class Recording:
             if torch.is_grad_enabled():  # as it would save for a backward, and tell hooks of that
                 self._function = frame
                 internals.set_grad_enabled(False)
+        elif function is print:
+            self.keep("prints")
         elif isinstance(own, io.IOBase) and not is_of_python(_file(frame)):  # as logging is
             self.keep(f"calls {function.__name__} of a file")
 
@@ -316,6 +320,8 @@ class Recording:
         value = holder[name]
         if isinstance(value, types.ModuleType):
             own, known = vars(value), is_of_python(value.__name__)
+            if not known:
+                self.observed.named[id(value)] = value
             before = _BEFORE.get(id(value), own)
             for attribute in own.keys() & set(names):
                 # Of Python and torch, what others may have set; they do not replace functions.

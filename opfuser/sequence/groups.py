@@ -107,7 +107,7 @@ def _is_wrapped(module: nn.Module) -> bool:
     Libraries that set one call the module's own within it.
     """
     cls = type(module)
-    ours = cls.forward.__module__.startswith(f"{__package__}.")
+    ours = cls.forward.__module__.startswith("opfuser.")
     return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 

@@ -287,6 +287,40 @@ def test_sizes_vary_as_in_the_plain_model(dynamic: bool | None) -> None:
     assert set(backends[1].sequences) == {2}
 
 
+class Scaling(nn.Module):
+    """Scales by a number of its own, or by one that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.factor = 2.0
+
+    def forward(self, x: Tensor, given: float = 1.0) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))) * self.factor) * given
+
+
+@pytest.mark.filterwarnings("ignore:opfuser.apply:UserWarning")
+@pytest.mark.parametrize("which", ["attribute", "argument"])
+def test_numbers_that_dynamo_takes_for_variables(which: str) -> None:
+    torch.manual_seed(0)
+    plain = Scaling().double()
+    model = copy.deepcopy(plain)
+    opfuser.apply(model)
+    backend = Graphs()
+    calls = [torch.compile(plain, backend="eager"), torch.compile(model, backend=backend)]
+    x = torch.randn(3, 8, dtype=torch.float64)
+    for factor in (2.0, 3.0, 2.0, 5.0):
+        outputs = []
+        for m, call in zip((plain, model), calls):
+            if which == "attribute":
+                m.factor = factor
+            outputs.append(call(x) if which == "attribute" else call(x, factor))
+        torch.testing.assert_close(*outputs)
+    assert backend.sequences[0] == 1
+    if which == "attribute":
+        assert "reads a number that varies, under torch.compile" in str(report(model))
+
+
 def test_gradients_of_variable_sizes() -> None:
     block, plain = nano_gpt().blocks[0], nano_gpt().blocks[0]
     opfuser.apply(block)

@@ -16,6 +16,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,9 @@ def of_what_it_imports(h: Tensor) -> Tensor:
     return torch.relu(h) * scale
 
 
+KEYS = {"name": "".join(("sc", "ale"))}  # which no code has as a constant
+
+
 TABLE = {"scale": 1.0, "zero": 0.0}
 ACTING, LISTED = Acting(), Listed()
 LISTED.factor = 1.0
@@ -252,6 +256,14 @@ VARIABLES: dict[str, tuple[Any, Change]] = {
     "class": (
         lambda h: torch.relu(h) * Plain.scale,
         lambda patch: patch.setitem(globals(), "Plain", type("Other", (), {"scale": 3.0})),
+    ),
+    "attribute of a class whose name is held elsewhere": (
+        lambda h: torch.relu(h) * getattr(Plain, KEYS["name"]),
+        lambda patch: patch.setattr(Plain, "scale", 3.0),
+    ),
+    "attribute of a module whose name is held elsewhere": (
+        lambda h: torch.relu(h) * vars(settings)[KEYS["name"]],
+        lambda patch: patch.setattr(settings, "scale", 3.0),
     ),
     "attribute of a module": (
         lambda h: torch.relu(h) * settings.scale,  # type: ignore[attr-defined]
@@ -502,6 +514,82 @@ def test_arguments_that_are_nearly_equal(name: str) -> None:
     assert paths(report(model))[0] == ""
 
 
+class Slotted:
+    __slots__ = ("factor",)
+
+
+class SlottedWithAttributes(Slotted):
+    """Has ``__dict__`` beside a slot."""
+
+
+class Queue(collections.deque[float]):
+    """Has ``__dict__`` beside what it holds."""
+
+
+@pytest.mark.parametrize("kind", [SlottedWithAttributes, Queue])
+def test_objects_that_hold_more_than_attributes_are_named(kind: Any) -> None:
+    class Holding(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            held: Any = self.held
+            factor = held[0] if isinstance(held, Queue) else held.factor
+            return x + factor * self.down(self.act(self.up(self.norm(x))))
+
+    model, plain = blocks(kind=Holding), blocks(kind=Holding)
+    opfuser.apply(model)
+    for factor in (1.0, 3.0):
+        for layers in (model, plain):
+            for layer in layers:
+                layer.held = kind([factor]) if kind is Queue else kind()
+                layer.held.factor = factor
+        before = step(plain)
+        assert_equal_steps(step(model), before, 1e-10)
+        for layers in (model, plain):
+            for layer in layers:
+                if kind is Queue:
+                    layer.held[0] = 5.0
+                else:
+                    layer.held.factor = 5.0
+        assert_equal_steps(step(model), step(plain), 1e-10)
+    assert f"reads 'held', a {kind.__name__}" in str(report(model))
+
+
+class OfASize(Block):
+    """Scales by a size of a buffer."""
+
+    def __init__(self, act: Any = torch.relu) -> None:
+        super().__init__(act)
+        self.register_buffer("table", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table.shape[0] * self.down(self.act(self.up(self.norm(x))))
+
+
+def test_a_buffer_that_gets_another_shape_in_place() -> None:
+    model, plain = blocks(kind=OfASize), blocks(kind=OfASize)
+    opfuser.apply(model)
+    assert_equal_steps(step(model), step(plain), 1e-10)
+    for layers in (model, plain):
+        layers[1].table.data = torch.zeros(5)
+        layers[2].table.resize_(7)
+    assert_equal_steps(step(model), step(plain), 1e-10)
+    assert paths(report(model)) == ["0", "1", "2"]
+
+
+def test_a_forward_that_prints_prints_in_every_call(capsys: pytest.CaptureFixture[str]) -> None:
+    class Printing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            print("called with", x.shape[0])  # noqa: T201
+            return super().forward(x)
+
+    model = blocks(kind=Printing)
+    opfuser.apply(model)
+    step(model)
+    step(model)
+    assert capsys.readouterr().out == "called with 2\n" * 6
+    assert "kept as they are" in str(report(model))
+    assert "prints" in str(report(model))
+
+
 def test_an_object_that_raises_whatever_it_is_asked() -> None:
     class Raising:
         def __getattr__(self, name: str) -> Any:
@@ -533,6 +621,7 @@ def test_a_forward_of_a_parent_class_is_replaced(monkeypatch: pytest.MonkeyPatch
         (lambda: gc.isenabled() and False, torch.no_grad),
         (lambda: threading.current_thread().name == "other", torch.no_grad),
         (lambda: "factor" in dir(ACTING) and False, torch.no_grad),
+        (lambda: datetime.now().year < 0, torch.no_grad),
     ],
 )
 def test_what_a_forward_asks_of_the_process(asks: Any, mode: Any) -> None:

@@ -508,6 +508,22 @@ def test_nothing_is_computed_twice_here() -> None:
         assert parts_under_way() == []
 
 
+def test_functions_of_the_library_are_no_checkpoints() -> None:
+    seen: list[Any] = []
+
+    class Asking(BasicLinear):
+        def op_forward(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append((parts_under_way(), computed_again()))
+            return super().op_forward(*args, **kwargs)
+
+        def op_backward(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append((parts_under_way(), computed_again()))
+            return super().op_backward(*args, **kwargs)
+
+    Sequential(Asking(DIM, DIM))(X.clone().requires_grad_()).backward(X)
+    assert seen == [([], None)] * 2
+
+
 def test_hooks_stay_as_they_are() -> None:
     top = torch._C._autograd._top_saved_tensors_default_hooks
     with save_on_cpu():
