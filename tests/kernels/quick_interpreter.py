@@ -8,6 +8,7 @@ interpreter reads in its debug mode only (tests/kernels/test_overflows.py finds 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 from triton import language as tl
@@ -25,6 +26,7 @@ def hasten() -> None:
     of_numpy: dict[str, Any] = {}
     of_blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
     of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    of_modules: dict[Any, list[tuple[str, Any]]] = {}
 
     def np_dtype(dtype: Any) -> Any:
         found = of_numpy.get(dtype.name)
@@ -52,6 +54,12 @@ def hasten() -> None:
     def broadcast_pair(self: Any, lhs: Any, rhs: Any) -> Any:
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
-    interpreter._get_np_dtype = np_dtype
+    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
+        if module not in of_modules:
+            of_modules[module] = inspect.getmembers(module, tl.core.is_builtin)
+        for name, member in of_modules[module]:
+            interpreter._patch_attr(module, name, member, builder, scope)
+
+    interpreter._get_np_dtype, interpreter._patch_builtin = np_dtype, patch_builtin
     Block.__init__, Tensor.__init__ = block, tensor
     TritonSemantic.broadcast_impl_value = broadcast_pair
