@@ -22,21 +22,21 @@ INTERNAL = {
         "Saved Settings check_input given heads rotation settings_of_call"
     ),
     "opfuser.fuser.OperationFuser": "parameters_for_tracing plan_for_tracing planned stand",
-    "opfuser.fusion.Fusion": "refusal scan",
-    "opfuser.fusion.QuantizedEdge": "behind",
-    "opfuser.fusion.Requires": "missing",
-    "opfuser.fusion_config.FusionConfig": "by_fusion followed_by globs names",
-    "opfuser.linear.Linear": "pattern_parts",
-    "opfuser.merged_linear.MergedLinear": "own_forward pattern_parts",
+    "opfuser.core.fusion.Fusion": "refusal scan",
+    "opfuser.core.fusion.QuantizedEdge": "behind",
+    "opfuser.core.fusion.Requires": "missing",
+    "opfuser.registry.configuration.FusionConfig": "by_fusion followed_by globs names",
+    "opfuser.compound.linear.Linear": "pattern_parts",
+    "opfuser.compound.merged_linear.MergedLinear": "own_forward pattern_parts",
     "opfuser.op.BasicOperation": "share_parameters_with",
-    "opfuser.op_base.basic.BasicOperation": (
+    "opfuser.core.op_base.basic.BasicOperation": (
         "check_keywords gemm_choices parameter_slots plan_note quantized_refusal"
     ),
-    "opfuser.op_base.fused.FusedOperation": "is_compound",
-    "opfuser.op_base.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",
-    "opfuser.module_sequence.ModuleSequence": (
+    "opfuser.core.op_base.fused.FusedOperation": "is_compound",
+    "opfuser.core.op_base.fusible.FusibleOperation": "own_forward quantized_edges quantized_ops",
+    "opfuser.sequence.module_sequence.ModuleSequence": (
         "connect joins_outer overrides_forward own_channels planned_groups resolved_routes"
     ),
     "opfuser.registry.handles.FusionHandle": "call disabled_by requires setting switched",
-    "opfuser.rope.RopeScaling": "check_pairs counted_length",
+    "opfuser.attention.rope.RopeScaling": "check_pairs counted_length",
 }

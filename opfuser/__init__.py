@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import basic
-from . import operators as _operators  # noqa: F401 - of programs that are loaded
+from .core.fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .fused import FUSIONS as _FUSIONS
-from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
-from .later import names
 from .registry import (
     FusionHandle,
     disable,
@@ -22,31 +20,33 @@ from .registry import (
     register_forward_fusion,
 )
 from .registry.handles import registry as _registry
+from .runtime import operators as _operators  # noqa: F401 - of programs that are loaded
+from .runtime.later import names
 
 if TYPE_CHECKING:  # what is loaded when it is used: operations, modules, and what _LATER names
     from . import events, gemm_providers, optim, recipe
     from .applying import apply, revert
     from .attention.cache import KVCache
+    from .attention.rope import RopeScaling
     from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
     from .basic.lora_linear import LoRAAdapter
+    from .compound.linear import Linear
+    from .compound.merged_linear import MergedLinear
     from .engine.plan import FusionRecord, Plan, Step
-    from .engine.replay_options import replay
+    from .engine.replayed.options import replay
     from .engine.routing import PrivateChannel
     from .events import record_events
-    from .expectations import Answer, can_fuse, require_fusions
+    from .explain.expectations import Answer, can_fuse, require_fusions
     from .fuser import OperationFuser
     from .integrations.conversion import from_torch
     from .integrations.torch_nn import to_torch
-    from .linear import Linear
-    from .merged_linear import MergedLinear
     from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
     from .quantization.quantizers import keep_quantized_weights
     from .quantization.recipe_state import init_recipe_state
     from .quantization.region import autocast, fp8_autocast
     from .quantization.watch import QuantizationRecord, watch_quantization
     from .quantization.weights import fp8_model_init, quantized_model_init
-    from .rope import RopeScaling
-    from .sequential import Residual, Sequential
+    from .sequence.sequential import Residual, Sequential
 
 __version__ = "0.1.0"
 
@@ -112,27 +112,27 @@ __all__ += basic.__all__
 
 # The module of each name besides the operations.
 _LATER = {
-    "Answer": "expectations",
+    "Answer": "explain.expectations",
     "BasicOperation": "op",
     "FusedOperation": "op",
     "FusibleOperation": "op",
     "FusionRecord": "engine.plan",
     "KVCache": "attention.cache",
-    "Linear": "linear",
+    "Linear": "compound.linear",
     "LoRAAdapter": "basic.lora_linear",
-    "MergedLinear": "merged_linear",
+    "MergedLinear": "compound.merged_linear",
     "OperationContext": "op",
     "OperationFuser": "fuser",
     "Plan": "engine.plan",
     "PrivateChannel": "engine.routing",
     "QuantizationRecord": "quantization.watch",
-    "Residual": "sequential",
-    "RopeScaling": "rope",
-    "Sequential": "sequential",
+    "Residual": "sequence.sequential",
+    "RopeScaling": "attention.rope",
+    "Sequential": "sequence.sequential",
     "Step": "engine.plan",
     "apply": "applying",
     "autocast": "quantization.region",
-    "can_fuse": "expectations",
+    "can_fuse": "explain.expectations",
     "fp8_autocast": "quantization.region",
     "fp8_model_init": "quantization.weights",
     "from_torch": "integrations.conversion",
@@ -140,8 +140,8 @@ _LATER = {
     "keep_quantized_weights": "quantization.quantizers",
     "quantized_model_init": "quantization.weights",
     "record_events": "events",
-    "replay": "engine.replay_options",
-    "require_fusions": "expectations",
+    "replay": "engine.replayed.options",
+    "require_fusions": "explain.expectations",
     "revert": "applying",
     "to_torch": "integrations.torch_nn",
     "watch_quantization": "quantization.watch",

@@ -14,29 +14,29 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from .change_tracking import Clock, active_calls, signature
-from .context import TensorFacts, autocast_dtype
-from .engine import in_graph
+from .core.change_tracking import Clock, active_calls, signature
+from .core.context import TensorFacts, autocast_dtype
+from .core.fusion import Env, FusionFunction, Stage
+from .core.op_base import BasicOperation, FusedOperation, FusibleOperation
+from .core.traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
+from .distributed.local_parameters import local_places, local_values
 from .engine.autograd import Kwargs, execute_eagerly
-from .engine.graphs import graph_type
+from .engine.compiled import in_graph
+from .engine.compiled.traced import execute
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, facts_of_operations
-from .engine.local_parameters import local_places, local_values
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, Planned, Wiring, expand
 from .engine.plan_changes import invalidated
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.program import Program
-from .engine.replay_options import current
+from .engine.replayed.graphs import graph_type
+from .engine.replayed.options import current
 from .engine.routing import RoutedGroup, Routing, describe, output_dtypes, route, wrong_count
-from .engine.traced import execute
 from .errors import ArgumentTypeError, NotSupportedError
 from .events.kinds import PlanInvalidated
 from .events.telling import emit
-from .fusion import Env, FusionFunction, Stage
-from .fusion_config import Place
-from .op_base import BasicOperation, FusedOperation, FusibleOperation
 from .quantization.region import open_regions, recipe_of_call, refuse_to_trace
 from .quantization.weights import is_fp8
 from .registry import (
@@ -45,11 +45,11 @@ from .registry import (
     register_forward_fusion,
     registry,
 )
-from .traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
-from .tracing import exporting
+from .registry.configuration import Place
+from .runtime.tracing import exporting
 
 if TYPE_CHECKING:
-    from .engine.replay import Replays
+    from .engine.replayed.replay import Replays
 
 __all__ = [
     "OperationFuser",
@@ -203,7 +203,7 @@ class OperationFuser(TracedCalls):
     @functools.cached_property
     def _replays(self) -> Replays:
         """The recorded calls, where a device can record any; loaded there alone."""
-        replays: Replays = import_module("opfuser.engine.replay").Replays()
+        replays: Replays = import_module("opfuser.engine.replayed.replay").Replays()
         return replays
 
     def _is_not_replayed(self, input_: Tensor) -> bool:

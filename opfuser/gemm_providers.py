@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from .errors import ArgumentError
-from .libraries import imported
+from .runtime.libraries import imported
 
 __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names", "register"]
 

@@ -1,10 +1,10 @@
 """pytest plugin: the first call of a kind is recorded, and its recorded functions make the results.
 
 Most tests call once or twice, while functions are recorded at the second call and used from the
-third one on (``opfuser.engine.specialized``). With ``pytest -p tests.recorded_at_once``, the first
-call records both passes, runs what was recorded with the same arguments, and compares: any bit, and
-any relation between tensors, in which they differ fails the test. The test goes on with the results
-of the recorded functions, so that whatever else it looks at holds for these, too.
+third one on (``opfuser.engine.recorded.specialized``). With ``pytest -p tests.recorded_at_once``,
+the first call records both passes, runs what was recorded with the same arguments, and compares:
+any bit, and any relation between tensors, in which they differ fails the test. The test goes on
+with the results of the recorded functions, so that whatever else it looks at holds for these, too.
 Calls that compute quantised are only recorded at once: run twice, they would move their scales.
 """
 
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from opfuser.attention.cache import PendingCache
-from opfuser.engine import autograd, passes, specialized
-from opfuser.engine.recorded_guards import keywords_of
-from opfuser.engine.specialized import Backward, Specialization, Specializations
+from opfuser.engine import autograd, passes
+from opfuser.engine.recorded import specialized
+from opfuser.engine.recorded.guards import keywords_of
+from opfuser.engine.recorded.specialized import Backward, Specialization, Specializations
 
 specialized.CALLS_BEFORE = 0
 

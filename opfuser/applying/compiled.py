@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_internals as internals
+from ..core.traced_calls import Functions
 from ..errors import OpfuserError
 from ..quantization.region import open_regions, refuse_to_trace
 from ..reading.built import Built
@@ -32,8 +33,7 @@ from ..reading.kept import KeptError
 from ..reading.operations import Called, Experts, Reading
 from ..reading.reads import is_scalar
 from ..registry import registry
-from ..traced_calls import Functions
-from ..tracing import exporting
+from ..runtime.tracing import exporting
 from .decisions import Application, Decision, arranged
 from .descriptions import operations_in
 from .layouts import given_of

@@ -21,14 +21,14 @@ from torch.nn import functional
 
 from .. import torch_internals as internals
 from ..basic import CrossEntropy
-from ..context import autocast_dtype
+from ..core.context import autocast_dtype
 from ..errors import NotSupportedError, OpfuserError
 from ..reading.built import Built
 from ..reading.call_key import is_plain
 from ..reading.construction import build
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Linear, Reading
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 
 
 @dataclasses.dataclass(eq=False)

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import torch_internals as internals
 from ..attention.masks import hides_queries
+from ..core.recomputation import parts_under_way
 from ..errors import OpfuserError, QuantizedWeightError, RecomputationError
 from ..quantization.operation_state import restore_state_of_parameters
 from ..quantization.recipe_state import COMPUTED_BY
@@ -28,8 +29,7 @@ from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import is_hooked
-from ..recomputation import parts_under_way
-from ..tracing import transforms_active
+from ..runtime.tracing import transforms_active
 from .caches import WithoutGradients
 from .compiled import CompiledCalls, traced_call
 from .decisions import Application, Decision, arranged

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedError
-from ..recording import refuse_watching, seen_whole
-from ..tracing import stands_in
+from ..runtime.recording import refuse_watching, seen_whole
+from ..runtime.tracing import stands_in
 
 _FIRST_ROOM = 64  # positions; then it doubles
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals as internals
-from ..tracing import fixed, stands_in
+from ..runtime.tracing import fixed, stands_in
 
 
 class Heads(NamedTuple):

@@ -14,8 +14,8 @@ from torch.backends.cuda import SDPAParams
 from .. import torch_internals as internals
 from ..errors import NotSupportedError
 from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
-from ..recording import unseen
-from ..tracing import stands_in, transforms_active
+from ..runtime.recording import unseen
+from ..runtime.tracing import stands_in, transforms_active
 from . import context_parallel, cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import torch_internals as internals
 from ..kernels.scalar import cast, wide_dtype
-from ..recording import refuse_watching
+from ..runtime.recording import refuse_watching
 from .blockwise import BLOCKWISE, hidden_keys
 from .call import Call, Heads, Kernel, Request, Result, hiding, mask_of
 from .choice import expanded, like

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..libraries import imported, installed
+from ..runtime.libraries import imported, installed
 from ..torch_internals import flash_attn_backwards
 from .call import Call, Heads, Kernel, Request, Result
 from .sdpa import HALF, capability, first, turned

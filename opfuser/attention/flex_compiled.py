@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals as internals
-from ..recording import unwatched
-from ..tracing import stands_in
+from ..runtime.recording import unwatched
+from ..runtime.tracing import stands_in
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Result
 from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients, to_base_2

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ..tracing import stands_in
+from ..runtime.tracing import stands_in
 
 # Weights are off by 2^-24 of it, as the log-sum-exp of a row is kept in fp32.
 _LOWEST = -128.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..later import names
+from ..runtime.later import names
 
 if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LATER
     from .activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh

@@ -15,7 +15,7 @@ from ..attention.call import Call, Heads, Request, enabled_kernels, hiding
 from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError
 from ..kernels.scalar import wide_dtype
-from ..tracing import columns, exporting, functional
+from ..runtime.tracing import columns, exporting, functional
 from ._numbers import real_number
 
 _WHERE = "DotProductAttention"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed.collectives import GroupRef, check_sequence_dim, group_size, refuse_reference
 from ..op import BasicOperation, OperationContext, OperationGrads
-from ._distributed import GroupRef, check_sequence_dim, group_size, refuse_reference
 
 Exchange = Callable[[Tensor, "dist.ProcessGroup | None", int], Tensor]
 """Of a tensor, over a group, along a dimension."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..context import COMPUTE_DTYPES
+from ..core.context import COMPUTE_DTYPES
 from ..errors import ArgumentError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import gemm
-from ..change_tracking import Note
+from ..core.change_tracking import Note
 from ..errors import InputError
 from ._autograd_state import Destination, destination
 from ._weight_grad import fitting_grad, grad_buffer, main_grad_buffer, mark_added

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
+from ..core.context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
+from ..distributed.collectives import LinearSharding, gather_input, reduce_input_grad
 from ..errors import InputError
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
-from ._distributed import LinearSharding, gather_input, reduce_input_grad
 
 
 class LinearOperation(BasicOperation):

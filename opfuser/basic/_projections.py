@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..change_tracking import Tracked, has_hooks
+from ..core.change_tracking import Tracked, has_hooks
 from ..errors import ArgumentError
 from ..op import BasicOperation, FusibleOperation
 

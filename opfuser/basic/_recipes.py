@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..context import autocast_dtype
+from ..core.context import autocast_dtype
+from ..core.fusion import Env, Refusal
 from ..errors import ArgumentError
-from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation
 from ..quantization.products import gemm_choices

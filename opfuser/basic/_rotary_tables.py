@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..change_tracking import Note
+from ..attention.rope import Frequencies
+from ..core.change_tracking import Note
 from ..kernels.scalar import wide_dtype
-from ..rope import Frequencies
-from ..tracing import stands_in
+from ..runtime.tracing import stands_in
 
 # Kept of each kind, for different devices, dtypes and attributes: a base that changes at every step
 # must not pile tables up.

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from .. import gemm
 from .. import torch_internals as internals
-from ..context import OperationContext
+from ..core.context import OperationContext
 from ..errors import ArgumentError, NotSupportedError
 from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..kernels.quantize import Codes
 from ..kernels.scalar import cast
 from ..quantization.weights import is_fp8
-from ..recording import assume, callers_stream, is_recording, refuse_watching, repeat
+from ..runtime.recording import assume, callers_stream, is_recording, refuse_watching, repeat
 from ._autograd_state import (
     Destination,
     backward_pass,

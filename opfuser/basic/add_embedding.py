@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation
 from ._dtypes import check_parameter_dtype

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..distributed.collectives import gather, reduce_scatter
 from ._collective import CollectiveAlong
-from ._distributed import gather, reduce_scatter
 
 
 class AllGather(CollectiveAlong):

@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed.collectives import all_reduce, group_size
 from ..errors import NotSupportedError
 from ..op import OperationContext, OperationGrads
 from ._collective import Collective
-from ._distributed import all_reduce, group_size
 
 
 class AllReduce(Collective):

@@ -13,15 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES
-from ..errors import ArgumentError, NotSupportedError
-from ..fusion import Env, Refusal
-from ..gemm_providers import GemmChoice
-from ..op import Dtypes, OperationContext, OperationGrads
-from ..quantization.recipe_state import init_new_operation
-from ..quantization.tensor_quantizer import TensorQuantizer
-from ..quantization.weights import layout_refusal, stored_in
-from ._distributed import (
+from ..core.context import COMPUTE_DTYPES
+from ..core.fusion import Env, Refusal
+from ..distributed.collectives import (
     gather_input,
     gather_output_grad,
     reduce_input_grad,
@@ -29,6 +23,12 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
+from ..errors import ArgumentError, NotSupportedError
+from ..gemm_providers import GemmChoice
+from ..op import Dtypes, OperationContext, OperationGrads
+from ..quantization.recipe_state import init_new_operation
+from ..quantization.tensor_quantizer import TensorQuantizer
+from ..quantization.weights import layout_refusal, stored_in
 from ._recipes import check_own_recipe, choices_of, quantizer_of, recipe_refusal
 from ._stored_weight import StoresWeight
 from ._weight_grad import (

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..context import COMPUTE_DTYPES, refuse_dtype
+from ..core.context import COMPUTE_DTYPES, refuse_dtype
+from ..distributed.collectives import GroupRef, group_size
 from ..errors import ArgumentError, InputError
 from ..gemm import Weight
 from ..op import BasicOperation, OperationContext, OperationGrads
-from ..tracing import each_column
-from ._distributed import GroupRef, group_size
+from ..runtime.tracing import each_column
 from ._dtypes import check_parameter_dtype
 
 

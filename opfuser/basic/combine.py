@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..distributed.collectives import group_size, refuse_reference
+from ..distributed.expert_exchange import Route, refuse_tracing, send, send_back
 from ..errors import InputError
 from ._collective import Collective
-from ._distributed import group_size, refuse_reference
-from ._expert_exchange import Route, refuse_tracing, send, send_back
 
 
 class Combine(Collective):

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..distributed.collectives import VocabularySlice, gather, refuse_reference, slice_vocabulary
 from ..errors import ArgumentError, InputError
 from ..kernels.cross_entropy import (
     by_aten,
@@ -22,7 +23,6 @@ from ..kernels.cross_entropy import (
 from ..kernels.cross_entropy_plain import RowLosses, Terms, aten_gradient, aten_loss
 from ..kernels.vocabulary_slices import Classes, merged_losses, slice_gradient, slice_statistics
 from ..op import BasicOperation, Dtypes
-from ._distributed import VocabularySlice, gather, refuse_reference, slice_vocabulary
 
 
 def classes_of(own: VocabularySlice) -> Classes:

@@ -9,12 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError
-from ..op import Dtypes
-from ._collective import Collective
-from ._distributed import group_size, refuse_reference
-from ._expert_exchange import (
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..distributed.collectives import group_size, refuse_reference
+from ..distributed.expert_exchange import (
     Call,
     Route,
     agree_on_experts,
@@ -23,6 +20,9 @@ from ._expert_exchange import (
     send,
     send_back,
 )
+from ..errors import ArgumentError, InputError
+from ..op import Dtypes
+from ._collective import Collective
 
 
 class Dispatch(Collective):

@@ -28,8 +28,8 @@ from ..attention.choice import (
 from ..attention.exported import EXPORTED
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
-from ..change_tracking import Note
-from ..context import (
+from ..core.change_tracking import Note
+from ..core.context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
@@ -49,8 +49,8 @@ from ..op import (
     compute_dtype,
     in_compute_dtype,
 )
-from ..recording import leave
-from ..tracing import exporting, functional, joined_columns, stands_in, transforms_active
+from ..runtime.recording import leave
+from ..runtime.tracing import exporting, functional, joined_columns, stands_in, transforms_active
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
 

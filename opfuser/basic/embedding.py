@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, InputError
-from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
-from ._distributed import (
+from ..distributed.collectives import (
     VocabularySlice,
     all_reduce,
     check_sequence_dim,
@@ -19,6 +17,8 @@ from ._distributed import (
     refuse_reference,
     slice_vocabulary,
 )
+from ..errors import ArgumentError, InputError
+from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
 
 
 class Embedding(BasicOperation):

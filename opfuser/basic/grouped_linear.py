@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..context import (
+from ..core.context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
@@ -24,8 +24,8 @@ from ..context import (
     autocast_dtype,
     refuse_dtype,
 )
+from ..core.fusion import Env, Refusal
 from ..errors import ArgumentError
-from ..fusion import Env, Refusal
 from ..gemm import RowGroups, as_rows, reads_groups_on_device, row_groups
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..context import COMPUTE_DTYPES, refuse_dtype
+from ..core.context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._numbers import real_number

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes
 

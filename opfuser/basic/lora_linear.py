@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype
+from ..core.context import COMPUTE_DTYPES, any_autocast, autocast_dtype
+from ..core.fusion import Env, Refusal
+from ..distributed.collectives import LinearSharding
 from ..errors import ArgumentError
-from ..fusion import Env, Refusal
 from ..kernels.dropout_masks import draw_mask
 from ..op import OperationContext
-from ._distributed import LinearSharding
 from ._linear_operation import LinearOperation
 from ._numbers import real_number
 from .bias import bias_grad

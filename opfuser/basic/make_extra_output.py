@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..buffer_reuse import only_reference
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.buffer_reuse import only_reference
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..op import BasicOperation
 
 

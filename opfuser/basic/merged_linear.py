@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import gemm
-from ..context import COMPUTE_DTYPES, refuse_dtype
+from ..core.context import COMPUTE_DTYPES, refuse_dtype
+from ..core.fusion import Env, Refusal
+from ..distributed.collectives import LinearSharding, gather_input, refuse_reference
 from ..errors import ArgumentError, InputError
-from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import OperationContext, OperationGrads
 from ..quantization.recipe_state import init_new_operation
 from ..quantization.tensor_quantizer import TensorQuantizer
-from ..tracing import columns, functional, joined_columns
-from ._distributed import LinearSharding, gather_input, refuse_reference
+from ..runtime.tracing import columns, functional, joined_columns
 from ._linear_operation import LinearOperation
 from ._projections import OfProjections, Projection
 from ._recipes import check_own_recipe, choices_of, features_refusal, quantizer_of, recipe_refusal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError
 from ..kernels.row_map import copy_to_rows, sort_by_expert, sum_of_rows
 from ..kernels.row_map_plain import inverse, picked, tokens

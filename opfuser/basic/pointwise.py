@@ -13,8 +13,8 @@ from ..kernels.pointwise import Chain, has_kernels
 from ..kernels.pointwise_plain import FUNCTION, Link
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads, in_compute_dtype
+from ..runtime.tracing import stands_in
 from ..torch_internals import constant_result
-from ..tracing import stands_in
 from ._numbers import real_number
 
 

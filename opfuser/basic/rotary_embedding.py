@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..attention.context_parallel import refuse_counted_positions
+from ..attention.rope import Frequencies, RopeScaling
+from ..attention.rope_configuration import field_of, read_configuration
 from ..errors import ArgumentError, ArgumentTypeError, InputError
 from ..kernels.rotary import rotary
 from ..kernels.rotary_plain import Rotation
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext, OperationGrads
-from ..rope import Frequencies, RopeScaling
-from ..rope_configuration import field_of, read_configuration
 from ._rotary_tables import RotaryTables, pairs_of_rows
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..context import (
+from ..core.context import (
     COMPUTE_DTYPES,
     BackwardResult,
     Contexts,
@@ -19,6 +19,7 @@ from ..context import (
     ForwardResult,
     refuse_dtype,
 )
+from ..distributed.collectives import all_reduce, group_size
 from ..errors import ArgumentError, InputError, OpKwargsError
 from ..kernels.router import (
     LossGrads,
@@ -30,7 +31,6 @@ from ..kernels.router import (
 )
 from ..kernels.router_plain import choice, scores_of, widened
 from ..op import BasicOperation, Dtypes
-from ._distributed import all_reduce, group_size
 
 
 class TopKRouter(BasicOperation):

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from ..engine.plan import Plan
 from ..errors import TargetError, counted
-from ..fusion_config import EffectiveSetting, FusionConfig, glob_names, in_order
-from ..fusion_config_text import as_file
 from ..registry import effective, registry
+from ..registry.configuration import EffectiveSetting, FusionConfig, glob_names, in_order
+from ..registry.configuration_files import as_file
 from ..report.target import plans
 from .arguments import (
     FINDINGS,

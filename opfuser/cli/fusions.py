@@ -7,7 +7,7 @@ import inspect
 import json
 from textwrap import wrap
 
-from ..fusion import Fusion, Requires
+from ..core.fusion import Fusion, Requires
 from ..registry import FusionHandle, effective, plugins, registry
 from ..registry import fusions as registered_fusions
 from ..report.diff import check_fusion_name

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from .. import torch_internals as internals
-from ..buffer_reuse import any_overlap, is_batched, overlap, shares_nothing
-from ..change_tracking import active_calls
+from ..core.buffer_reuse import any_overlap, is_batched, overlap, shares_nothing
+from ..core.change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
@@ -31,8 +31,8 @@ from .passes import (
     tells_step,
 )
 from .program import Program
-from .recorded_guards import keywords_of
-from .specialized import Specialization
+from .recorded.guards import keywords_of
+from .recorded.specialized import Specialization
 from .steps import zeros
 
 __all__ = ["Kwargs", "batched_like", "differentiate", "execute_eagerly", "returned", "separate"]

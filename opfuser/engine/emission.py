@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ..context import GradNeeds, new_context
-from ..fusion import Stage
-from ..op_base import BasicOperation
-from ..op_base.kinds import is_built_in
+from ..core.context import GradNeeds, new_context
+from ..core.fusion import Stage
+from ..core.op_base import BasicOperation
+from ..core.op_base.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
 from .lines import Lines, Text, listed, tuple_text

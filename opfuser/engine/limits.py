@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..fusion import Refusal
-from ..fusion_config import FusionConfig, Place, Setting, settings_at
-from ..op_base import BasicOperation
+from ..core.fusion import Refusal
+from ..core.op_base import BasicOperation
 from ..registry import FusionHandle, registry
+from ..registry.configuration import FusionConfig, Place, Setting, settings_at
 from .plan_key import CallFacts
 from .routing import Routing, output_dtypes
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from textwrap import indent
 from typing import Any, NamedTuple
 
-from ..op_base import BasicOperation
+from ..core.op_base import BasicOperation
 from .plan import Step
 
 _WIDTH = 100

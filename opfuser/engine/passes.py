@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals as internals
-from ..buffer_reuse import only_reference
-from ..context import OperationContext, held
+from ..core.buffer_reuse import only_reference
+from ..core.context import OperationContext, held
+from ..core.fusion import Stage
+from ..core.op_base.results import refuse_output
 from ..errors import CacheFullError, ContextError, InputError
-from ..fusion import Stage
-from ..op_base.results import refuse_output
 from .emission import Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
-from .recorded_guards import Keywords, keywords_of
-from .specialized import Backward, Specialization
+from .recorded.guards import Keywords, keywords_of
+from .recorded.specialized import Backward, Specialization
 from .verification import Verification
 
 Kwargs = Sequence[dict[str, Any]] | None

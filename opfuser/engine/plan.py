@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from ..context import GradNeeds, TensorFacts
-from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
+from ..core.context import GradNeeds, TensorFacts
+from ..core.fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
+from ..core.op_base import BasicOperation, FusedOperation, FusibleOperation
 from ..gemm_providers import GemmChoice
-from ..op_base import BasicOperation, FusedOperation, FusibleOperation
 from ..quantization.quantizers import Quantizer
 from .routing import Routing
 

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..core.op_base import BasicOperation, FusibleOperation
 from ..events.kinds import Change, PlanInvalidated
-from ..op_base import BasicOperation, FusibleOperation
 from ..recipe import Recipe
 from ..registry import FusionHandle
 from .plan_key import CallFacts, PlanKey
@@ -177,7 +177,7 @@ def _text(value: Any) -> str:
     """A value of a key in at most 60 characters, without what differs between processes."""
     if isinstance(value, type):
         return value.__name__
-    if type(value).__module__.startswith("opfuser.change_tracking"):
+    if type(value).__module__.startswith("opfuser.core.change_tracking"):
         return "an object"
     is_row = type(value) in (tuple, list)
     text = f"({', '.join(map(_text, value))})" if is_row else str(value)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..context import TensorFacts, any_autocast, autocast_dtype
+from ..core.context import TensorFacts, any_autocast, autocast_dtype
 from ..recipe import Recipe
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..core.fusion import Refusal
 from ..errors import counted
 from ..events.kinds import (
     AttentionKernelTaken,
@@ -30,7 +31,6 @@ from ..events.kinds import (
     PlanCreated,
 )
 from ..events.telling import Subscription, emit, subscribe
-from ..fusion import Refusal
 from ..quantization.quantizers import multiplies
 from .plan import Plan, shown
 from .routing import describe

@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import count, groupby, pairwise
 from typing import Any
 
-from ..context import GradNeeds
+from ..core.context import GradNeeds
+from ..core.fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
+from ..core.op_base import BasicOperation, FusedOperation, FusibleOperation
+from ..core.op_base.kinds import is_built_in
 from ..errors import PlanError
-from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
-from ..op_base import BasicOperation, FusedOperation, FusibleOperation
-from ..op_base.kinds import is_built_in
 from ..registry import FusionHandle
 from .limits import Limits
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_between, shown

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..context import GradNeeds, held
-from ..fusion import Stage
-from ..op_base import BasicOperation, FusedOperation, FusibleOperation
-from ..op_base.kinds import is_built_in
+from ..core.context import GradNeeds, held
+from ..core.fusion import Stage
+from ..core.op_base import BasicOperation, FusedOperation, FusibleOperation
+from ..core.op_base.kinds import is_built_in
 from .emission import PLAIN, Emission, Layout, emit_backward, emit_forward
 from .lines import Text
 from .plan import Plan, RecordedCalls, Step
+from .recorded.specialized import Specializations
 from .routing import Routing
-from .specialized import Specializations
 
 _layouts: dict[Hashable, int] = {}
 _numbers = count()

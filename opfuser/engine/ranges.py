@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from torch.autograd.profiler import record_function
 
-from ..fusion import Stage
+from ..core.fusion import Stage
 from .plan import Plan, Step
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..context import Dtypes
+from ..core.context import Dtypes
+from ..core.op_base import BasicOperation
 from ..errors import ChannelError, ExtraInputCountError, counted, explain
-from ..op_base import BasicOperation
 
 
 class Slot(NamedTuple):

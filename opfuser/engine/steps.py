@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..buffer_reuse import only_memory
-from ..context import OperationContext
+from ..core.buffer_reuse import only_memory
+from ..core.context import OperationContext
+from ..core.op_base.results import (
+    backward_parts,
+    forward_parts,
+    parameter_grads,
+    row_of_grads,
+    row_of_outputs,
+)
 from ..errors import (
     ExtraInputGradientCountError,
     ExtraOutputCountError,
@@ -18,13 +25,6 @@ from ..errors import (
     ParameterGradientCountError,
     counted,
     explain,
-)
-from ..op_base.results import (
-    backward_parts,
-    forward_parts,
-    parameter_grads,
-    row_of_grads,
-    row_of_outputs,
 )
 from ..quantization.quantizers import Quantizer
 from ..quantization.watch import is_watched

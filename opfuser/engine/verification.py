@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..context import OperationContext
+from ..core.context import OperationContext
+from ..core.op_base import BasicOperation
+from ..core.op_base.results import refuse_output
 from ..errors import BackwardResultError, GradientShapeError, SavedTensorsError
-from ..op_base import BasicOperation
-from ..op_base.results import refuse_output
 from ..quantization.quantizers import QuantizedTensor
 from .program import Program
 from .routing import describe

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..engine.plan import Step, span
-from ..plain_modules import replacement
+from ..sequence.plain_modules import replacement
 from .folding import Fold, NamePart, joined_parts, varying
 from .plan_view import PlanView, Stage
 

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from ..core.op_base import FusedOperation, FusibleOperation
+from ..core.op_base.kinds import is_built_in
 from ..engine.plan import Plan, Step, together
 from ..engine.routing import PrivateChannel
-from ..op_base import FusedOperation, FusibleOperation
-from ..op_base.kinds import is_built_in
 from ..quantization.quantizers import multiplies
 from .folding import Fold, Row, layer_of, like, repeated
 

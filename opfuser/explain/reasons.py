@@ -6,10 +6,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..core.fusion import Fusion, Refusal
 from ..engine.plan import FusionRecord, Plan, span, together
 from ..errors import UnknownFusionError, choose_among, counted, explain
 from ..fused import FUSIONS
-from ..fusion import Fusion, Refusal
 from ..registry import registry
 from .folding import joined_names, joined_numbers, like, place_in_layer
 from .plan_view import PlanView

@@ -7,9 +7,9 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from ..fusion import ANYWHERE, Env, Fusion, Match, Refusal, Requires, Scan, Stage
-from ..later import load, names
-from ..op_base import FusibleOperation
+from ..core.fusion import ANYWHERE, Env, Fusion, Match, Refusal, Requires, Scan, Stage
+from ..core.op_base import FusibleOperation
+from ..runtime.later import load, names
 
 if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LATER
     from .activation_linear import ActivationLinear

@@ -12,8 +12,8 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.lora_linear import LoRALinear
 from ..basic.merged_linear import BasicMergedLinear, MergedBias
+from ..core.fusion import Refusal
 from ..errors import NotSupportedError
-from ..fusion import Refusal
 
 # What patterns take for a linear operation and its bias, and how these are called.
 LINEARS = (BasicLinear, BasicMergedLinear, LoRALinear)

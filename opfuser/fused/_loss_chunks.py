@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import gemm
-from ..basic._distributed import VocabularySlice
 from ..basic.cross_entropy import classes_of, losses_of_slices
+from ..distributed.collectives import VocabularySlice
 from ..kernels.cross_entropy import cross_entropy_forward, cross_entropy_gradient
 from ..kernels.cross_entropy_plain import LossGradient, Terms
 from ..kernels.tracing import hint, pieces
 from ..kernels.vocabulary_slices import slice_gradient
-from ..tracing import functional
+from ..runtime.tracing import functional
 
 # Up to so many chunks the gradient of a bf16 weight is summed in bf16.
 _FEW = 4

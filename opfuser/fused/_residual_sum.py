@@ -17,7 +17,7 @@ from ..basic.constant_scale import ConstantScale
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
-from ..fusion import Env, Refusal
+from ..core.fusion import Env, Refusal
 from ..op import FusibleOperation
 
 _TO_GEMM = Refusal("CONFLICT", "left to the linear operation that may stand before it")

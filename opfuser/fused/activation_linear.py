@@ -7,7 +7,7 @@ from typing import Any
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.bias import Bias
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..core.fusion import Env, Fusion, Optional, Refusal
 from ..op import FusibleOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
 from ._residual_sum import GEMM

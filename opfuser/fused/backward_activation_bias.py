@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..basic.activation import ACTIVATIONS, _Activation
 from ..basic.bias import Bias
-from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Fusion
+from ..core.context import BackwardResult, Contexts, Extras
+from ..core.fusion import Fusion
 from ..kernels.activation import activation_backward
 from ..op import FusedOperation
 

@@ -10,8 +10,8 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import Norm
 from ..basic.rms_norm import RMSNorm
-from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Fusion
+from ..core.context import BackwardResult, Contexts, Extras
+from ..core.fusion import Fusion
 from ..op import FusedOperation
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from .. import gemm
 from ..basic.make_extra_output import MakeExtraOutput
-from ..buffer_reuse import only_reference
-from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Fusion
+from ..core.buffer_reuse import only_reference
+from ..core.context import BackwardResult, Contexts, Extras
+from ..core.fusion import Fusion
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 

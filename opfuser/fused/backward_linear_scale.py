@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .. import gemm
 from ..basic.constant_scale import ConstantScale
-from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Fusion
+from ..core.context import BackwardResult, Contexts, Extras
+from ..core.fusion import Fusion
 from ..kernels.scalar import cast
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, backward_refusal, insist

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
-from ..context import BackwardResult, Contexts, Extras
-from ..fusion import Env, Fusion, Refusal
+from ..core.context import BackwardResult, Contexts, Extras
+from ..core.fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
 from ._linear import insist
 

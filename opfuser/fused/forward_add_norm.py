@@ -10,8 +10,8 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import Norm
 from ..basic.rms_norm import RMSNorm
-from ..context import Contexts, ForwardArguments, ForwardResult
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..core.context import Contexts, ForwardArguments, ForwardResult
+from ..core.fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, FusibleOperation
 from ._residual_sum import NORM
 from .parts.norm import NormPart

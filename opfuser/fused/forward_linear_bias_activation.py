@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import gemm
-from ..context import Contexts, ForwardArguments, ForwardResult
+from ..core.context import Contexts, ForwardArguments, ForwardResult
+from ..core.fusion import Fusion
 from ..errors import NotSupportedError
-from ..fusion import Fusion
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..basic.add_extra_input import AddExtraInput
-from ..buffer_reuse import only_reference
-from ..context import Contexts, ForwardArguments, ForwardResult
-from ..fusion import Fusion, Optional
+from ..core.buffer_reuse import only_reference
+from ..core.context import Contexts, ForwardArguments, ForwardResult
+from ..core.fusion import Fusion, Optional
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import GEMM

@@ -9,9 +9,9 @@ from typing_extensions import Unpack
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.constant_scale import ConstantScale
-from ..buffer_reuse import only_reference
-from ..context import Contexts, ForwardArguments, ForwardResult
-from ..fusion import Fusion
+from ..core.buffer_reuse import only_reference
+from ..core.context import Contexts, ForwardArguments, ForwardResult
+from ..core.fusion import Fusion
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import SCALED_GEMM

@@ -7,8 +7,8 @@ from typing_extensions import Unpack
 
 from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
-from ..context import Contexts, ForwardArguments, ForwardResult
-from ..fusion import Env, Fusion, Refusal
+from ..core.context import Contexts, ForwardArguments, ForwardResult
+from ..core.fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, in_compute_dtype
 from ._linear import insist
 

@@ -19,8 +19,8 @@ from ..basic.scaled_activation import (
     ScaledTanhSReLU,
     _ScaledActivation,
 )
-from ..buffer_reuse import only_reference
-from ..context import (
+from ..core.buffer_reuse import only_reference
+from ..core.context import (
     BackwardResult,
     Contexts,
     Extras,
@@ -29,7 +29,7 @@ from ..context import (
     GradNeeds,
     OperationContext,
 )
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..core.fusion import Env, Fusion, Optional, Refusal
 from ..gemm import RowGroups
 from ..kernels.scalar import cast
 from ..op import BasicOperation, FusedOperation

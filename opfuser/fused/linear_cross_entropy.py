@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..basic._distributed import reduce_input_grad
 from ..basic._weight_grad import Computed
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
-from ..buffer_reuse import only_reference
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
-from ..fusion import Env, Fusion, Refusal
+from ..core.buffer_reuse import only_reference
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.fusion import Env, Fusion, Refusal
+from ..distributed.collectives import reduce_input_grad
 from ..kernels.cross_entropy import scaled
 from ..op import FusedOperation
 from ._linear import backward_refusal, forward_refusal, insist

@@ -6,7 +6,7 @@ from ..basic.add_extra_input import AddExtraInput
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..core.fusion import Env, Fusion, Optional, Refusal
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, insist
 from ._residual_sum import NORM_AND_GEMM
 from .parts.linear import refuse

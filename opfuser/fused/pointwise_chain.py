@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..fusion import Env, Fusion, Refusal, Repeated, Requires
+from ..core.fusion import Env, Fusion, Refusal, Repeated, Requires
 from ..op import FusibleOperation
 from ._residual_sum import CHAIN
 from .parts.chain import ChainPart, accepts, active, refuse

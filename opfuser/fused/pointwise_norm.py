@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
-from ..fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
+from ..core.fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from ..op import FusibleOperation
 from ._residual_sum import CHAIN_AND_NORM
 from .parts.chain import accepts, active, refuse

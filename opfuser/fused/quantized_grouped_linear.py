@@ -13,7 +13,7 @@ from ..basic._grouped_products import GroupedProducts, matrices
 from ..basic._grouped_weight_grad import GroupedProduct, ScaledGroupedProduct
 from ..basic.grouped_linear import GroupedLinear
 from ..basic.permute import Permute
-from ..context import (
+from ..core.context import (
     BackwardResult,
     Contexts,
     Extras,
@@ -22,7 +22,7 @@ from ..context import (
     GradNeeds,
     OperationContext,
 )
-from ..fusion import Env, Fusion, Refusal, Requires
+from ..core.fusion import Env, Fusion, Refusal, Requires
 from ..gemm import RowGroups
 from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..gemm.scaled_groups import (

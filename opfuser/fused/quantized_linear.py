@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..basic.cross_entropy import CrossEntropy
-from ..fusion import Env, Fusion, Optional, Refusal, Requires
+from ..core.fusion import Env, Fusion, Optional, Refusal, Requires
 from ..op import FusibleOperation
 from ..recipe import Recipe
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear

@@ -10,7 +10,7 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.merged_linear import MergedBias
 from ..basic.rms_norm import RMSNorm
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..core.fusion import Env, Fusion, Optional, Refusal
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
 from ._residual_sum import NORM_AND_GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal

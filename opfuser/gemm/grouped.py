@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import operators
+from ..runtime import operators
 from .operands import Operand
 from .products import wgrad_into
 from .row_groups import RowGroups

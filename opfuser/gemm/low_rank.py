@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..kernels.dropout_masks import masked
-from ..tracing import keeps_products
+from ..runtime.tracing import keeps_products
 from .operands import Adapter, LowRank, as_rows, mm
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..tracing import functional
+from ..runtime.tracing import functional
 
 
 class Stacked(NamedTuple):

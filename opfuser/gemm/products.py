@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
-from ..tracing import keeps_products
+from ..runtime.tracing import keeps_products
 from .low_rank import add_low_rank, add_low_rank_dgrad
 from .operands import LowRank, Operand, Stacked, Weight, as_rows, mm
 from .stacked import stacked_dgrad, stacked_forward

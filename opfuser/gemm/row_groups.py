@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import operators
 from ..errors import InputError, NotSupportedError, counted
 from ..kernels.groups import group_ends
-from ..tracing import stands_in, transforms_active
+from ..runtime import operators
+from ..runtime.tracing import stands_in, transforms_active
 
 __all__ = ["RowGroups", "groups_on_device", "groups_on_host", "row_groups"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
-from ..tracing import columns as columns_of
-from ..tracing import functional, joined_columns
+from ..runtime.tracing import columns as columns_of
+from ..runtime.tracing import functional, joined_columns
 from .operands import Operand, Stacked, as_rows
 
 

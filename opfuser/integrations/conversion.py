@@ -14,8 +14,8 @@ from torch import nn
 
 from ..applying.decisions import check_modes
 from ..applying.descriptions import children_called, operations_in
-from ..change_tracking import has_hooks, replaces_forward
-from ..context import COMPUTE_DTYPES
+from ..core.change_tracking import has_hooks, replaces_forward
+from ..core.context import COMPUTE_DTYPES
 from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError
 from ..op import FusibleOperation
 from ..reading.construction import build
@@ -33,7 +33,7 @@ from ..reading.operations import (
     Rows,
 )
 from ..reading.tracer import Trace, trace
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 from .example_calls import Arguments, Example, ExampleCall, calls_made, given_call, needs_example
 
 _APPLY = "opfuser.apply(model) has sequences compute those of its parts that are"

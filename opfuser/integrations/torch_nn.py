@@ -10,11 +10,11 @@ from torch import nn
 
 from ..basic import Reshape
 from ..basic.basic_linear import BasicLinear
-from ..change_tracking import replaces_forward
+from ..core.change_tracking import replaces_forward
 from ..counterparts import LAYERS
 from ..errors import ArgumentTypeError, NotSupportedError
 from ..op import FusedOperation, FusibleOperation
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 
 # Of each operation with a counterpart in torch: that.
 _COUNTERPARTS: dict[type[nn.Module], type[nn.Module]] = {

@@ -34,7 +34,7 @@ from opfuser import (
     Sequential,
     SwiGLU,
 )
-from opfuser.change_tracking import has_hooks
+from opfuser.core.change_tracking import has_hooks
 
 _logger = logging.getLogger("opfuser")
 

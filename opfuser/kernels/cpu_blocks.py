@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tracing import stands_in
+from ..runtime.tracing import stands_in
 
 # Elements per thread that the cache holds along with intermediate results. With one thread of an
 # EPYC (1 MiB of L2), SwiGLU of 1024 x 1792 in bf16 takes 1.9 ms in forward and 3.8 ms in backward;

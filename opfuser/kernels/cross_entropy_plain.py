@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..recording import seen_whole
+from ..runtime.recording import seen_whole
 from .scalar import cast, wide_dtype
 
 _aten = torch.ops.aten

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..tracing import columns, each_column, joined_columns
+from ..runtime.tracing import columns, each_column, joined_columns
 from .cpu_blocks import at_once, row_blocks
 from .scalar import ScalarFunction, cast, wide_dtype
 

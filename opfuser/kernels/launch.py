@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import compilers
 from .. import torch_internals as internals
 from ..errors import CompilerError
 from ..events.kinds import KernelCompiled
 from ..events.telling import emit
-from ..recording import watching
-from ..tracing import functional
+from ..runtime import compilers
+from ..runtime.recording import watching
+from ..runtime.tracing import functional
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))

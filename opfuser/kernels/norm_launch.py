@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..recording import watching
+from ..runtime.recording import watching
 from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
 from .norm_plain import NormForward, NormGrads

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tracing import columns, functional, joined_columns
+from ..runtime.tracing import columns, functional, joined_columns
 from .cpu_blocks import at_once
 from .scalar import cast, wide_dtype
 from .tiling import empty_contiguous

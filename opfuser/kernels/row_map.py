@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import explain
-from ..recording import seen_whole
+from ..runtime.recording import seen_whole
 from . import row_map_plain as plain
 from .choice import kernel_or_plain
 from .gated import readable

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..tracing import stands_in
+from ..runtime.tracing import stands_in
 from .cpu_blocks import at_once, block_size
 
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from ..tracing import exporting
+from ..runtime.tracing import exporting
 
 
 def hint(size: int) -> int:

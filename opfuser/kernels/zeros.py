@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals as internals
-from ..recording import seen_whole
+from ..runtime.recording import seen_whole
 from .launch import runs
 
 _COUNT = 128

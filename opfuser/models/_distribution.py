@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from opfuser import Linear
-from opfuser.engine.local_parameters import LocalPart, use_locally
+from opfuser.distributed.local_parameters import LocalPart, use_locally
 from opfuser.errors import NotSupportedError
 from opfuser.op import BasicOperation
 

@@ -29,7 +29,7 @@ from opfuser import (
 from opfuser.basic import scaled_activation
 from opfuser.basic.activation import ACTIVATIONS
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
-from opfuser.engine.local_parameters import LocalPart, use_locally
+from opfuser.distributed.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError
 from opfuser.op import BasicOperation
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from opfuser.attention.rope_configuration import read_configuration
 from opfuser.counterparts import ACTIVATIONS, GATED
 from opfuser.errors import NotSupportedError
-from opfuser.rope_configuration import read_configuration
 
 from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, unknown, windows
 from .moe import MoEConfig

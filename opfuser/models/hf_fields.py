@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from opfuser import RopeScaling
+from opfuser.attention.rope_configuration import read_configuration
 from opfuser.errors import NotSupportedError
-from opfuser.rope_configuration import read_configuration
 
 
 def rope(config: Any, base: float) -> dict[str, Any]:

@@ -38,10 +38,10 @@ from opfuser import (
     Sequential,
     Tanh,
 )
-from opfuser.basic._distributed import slice_vocabulary
 from opfuser.basic.activation import ACTIVATIONS
 from opfuser.basic.gated_activation import GATED_ACTIVATIONS
-from opfuser.engine.local_parameters import LocalPart, use_locally
+from opfuser.distributed.collectives import slice_vocabulary
+from opfuser.distributed.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError, counted
 
 from ._distribution import Over, check_linear, keep_recipe, refuse, replicate

@@ -18,11 +18,11 @@ from opfuser import (
     Sequential,
     SwapExtra,
 )
-from opfuser.change_tracking import has_hooks
+from opfuser.core.change_tracking import has_hooks
+from opfuser.core.op_base import BasicOperation, FusibleOperation
 from opfuser.engine.plan import expand
 from opfuser.errors import ArgumentError, ChannelError, ExtraInputCountError, OpKwargsError, counted
-from opfuser.module_sequence import flatten
-from opfuser.op_base import BasicOperation, FusibleOperation
+from opfuser.sequence.module_sequence import flatten
 
 __all__ = ["StageModule", "StageTensors", "own_loss", "split"]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from opfuser import GroupedLinear, Sequential
 from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.quantization.weights import is_fp8
-from opfuser.tied_parameters import tied_places
+from opfuser.sequence.tied_parameters import tied_places
 
 __all__ = ["shard_layers"]
 

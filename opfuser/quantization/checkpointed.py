@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.recomputation import Part, computed_again, parts_under_way
 from ..errors import RecomputationError
-from ..recomputation import Part, computed_again, parts_under_way
 
 
 class Checkpointed:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.op_base.fusible import FusibleOperation
 from ..errors import ArgumentError, explain
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
 from ..kernels.scales import update_scales as update_together
-from ..op_base.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Recipe
-from ..recording import refuse_watching
+from ..runtime.recording import refuse_watching
 from .scale_updates import is_past, join
 from .state import CHILD, ROLES, QuantizationState, StateParts, misfits
 

@@ -41,7 +41,7 @@ from ..recipe import (
     QParams,
     Recipe,
 )
-from ..recording import is_recording
+from ..runtime.recording import is_recording
 from ..torch_internals import storage_address
 from .operation_state import state_of
 from .region import amax_group, keeping, kept_in_region

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..context import autocast_dtype
+from ..core.context import autocast_dtype
+from ..core.fusion import Env
+from ..core.op_base import BasicOperation, FusedOperation, FusibleOperation
+from ..core.op_base.kinds import is_built_in, must_be_called
 from ..errors import ArgumentError
-from ..fusion import Env
-from ..op_base import BasicOperation, FusedOperation, FusibleOperation
-from ..op_base.kinds import is_built_in, must_be_called
 from ..recipe import DelayedScaling, Recipe
 from .operation_state import make_state
 from .region import active_recipe, check_recipe

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..core.recomputation import computed_again, in_backward, is_outside
 from ..errors import ArgumentError, NotSupportedError, RecomputationError
 from ..recipe import DelayedScaling, Recipe
-from ..recomputation import computed_again, in_backward, is_outside
 from ..torch_internals import constant_result
 from .checkpointed import forward_of, is_any_known, is_within_any, note_region
 from .scale_updates import enter_region

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..core.recomputation import computed_again, in_backward, is_outside
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
 from ..recipe import DelayedScaling, Recipe
-from ..recomputation import computed_again, in_backward, is_outside
 from .state import ROLES, QuantizationState, living_states
 
 

@@ -17,7 +17,7 @@ from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.quantize_plain import largest
 from ..kernels.scales import KeptScales
 from ..recipe import DelayedScaling
-from ..recording import refuse_watching, seen_whole
+from ..runtime.recording import refuse_watching, seen_whole
 from .checkpointed import note_scale, scale_of_forward
 
 ROLES = ("input", "weight", "grad_output")

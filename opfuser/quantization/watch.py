@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..kernels.microscaling_plain import FP4, values_of
 from ..kernels.quantize import Codes, amax_of, largest
-from ..recording import is_recording
+from ..runtime.recording import is_recording
 from .operation_state import state_place
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..context import any_autocast
+from ..core.context import any_autocast
 from .captured_outputs import captured
 from .dataflow import map_leaves
 from .kept import KeptError, NotNowError

@@ -15,10 +15,10 @@ from typing_extensions import Unpack
 
 from ..attention.call import Heads
 from ..basic._attention_inputs import cached_heads
-from ..context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
+from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError
 from ..op import BasicOperation, Dtypes
-from ..tracing import stands_in
+from ..runtime.tracing import stands_in
 from .dataflow import form_of, map_leaves, tensors_in
 from .operations import Attention, Called, GivenCache, HeadNorm, Input
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..runtime.tracing import transforms_active
 from ..torch_internals import GLOBAL_HOOKS, caches_parametrizations, without_modes
-from ..tracing import transforms_active
 from .call_key import CallKey, call_key
 from .captured_outputs import is_idle
 from .child_calls import recorded_calls

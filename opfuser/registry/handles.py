@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from ..core.fusion import STAGES, Env, Fusion, FusionFunction, Requires, Stage
+from ..core.op_base import FusibleOperation
 from ..errors import FusionError, UnknownFusionError, choose_among
-from ..fusion import STAGES, Env, Fusion, FusionFunction, Requires, Stage
-from ..fusion_config import FusionConfig, Place, Setting, in_order, settings_at
-from ..fusion_config_text import read
-from ..op_base import FusibleOperation
-from ..plugins import PluginInfo, load_all
+from .configuration import FusionConfig, Place, Setting, in_order, settings_at
+from .configuration_files import read
+from .entry_points import PluginInfo, load_all
 
 
 class FusionHandle:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..fusion import Requires, Stage
-from ..fusion_config import EffectiveSetting, FusionConfig, Setting
-from ..plugins import PluginInfo
+from ..core.fusion import Requires, Stage
+from .configuration import EffectiveSetting, FusionConfig, Setting
+from .entry_points import PluginInfo
 from .handles import registry
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..fusion import ANYWHERE, Fusion, FusionFunction, PatternElement, Refusal, Requires, Stage
-from ..op_base import FusedOperation
+from ..core.fusion import ANYWHERE, Fusion, FusionFunction, PatternElement, Refusal, Requires, Stage
+from ..core.op_base import FusedOperation
 from .handles import FusionHandle, registry
 
 F = TypeVar("F", bound=type[FusedOperation])

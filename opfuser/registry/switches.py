@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ..fusion_config import FusionConfig
+from .configuration import FusionConfig
 from .handles import registry
 
 

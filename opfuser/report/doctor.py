@@ -12,11 +12,11 @@ import torch
 
 from ..attention.call import Request, enabled_kernels
 from ..attention.choice import KERNELS
-from ..engine.replay_options import current
+from ..engine.replayed.options import current
 from ..errors import ConfigError, counted
-from ..fusion_config import as_yaml
 from ..gemm_providers import names as gemm_providers
 from ..registry import effective, fusions, plugins, registry
+from ..registry.configuration import as_yaml
 from ..torch_internals import TESTED
 from . import gpu_problems
 from .machine import machine

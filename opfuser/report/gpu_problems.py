@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .. import compilers
 from ..attention import cudnn_versions
+from ..runtime import compilers
 
 _OLDEST = 8, 0  # what kernels are compiled for by the tests
 _DRIVER = "/dev/nvidiactl"  # is there where a driver is loaded

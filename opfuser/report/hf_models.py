@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import TargetError
 from ..integrations.hf.examples import input_shape
-from ..libraries import imported
+from ..runtime.libraries import imported
 from .inputs import did_you_mean, said
 
 PREFIX = "hf:"

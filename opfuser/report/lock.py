@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from .. import __version__
+from ..core.fusion import STAGES
 from ..engine.plan import Plan, together
 from ..errors import TargetError, counted
-from ..expectations import occurrences, reasons_by_place
+from ..explain.expectations import occurrences, reasons_by_place
 from ..explain.folding import joined_paths
-from ..fusion import STAGES
 from ..registry import fusions
 from .conversion import no_sequences
 from .inputs import as_text

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..core.fusion import Stage
 from ..engine.plan import Plan, Step
 from ..engine.program import Program
 from ..errors import TargetError
-from ..fusion import Stage
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 from ..torch_internals import memory_of, storage_address
 from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed

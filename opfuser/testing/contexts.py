@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..context import GradNeeds, OperationContext
+from ..core.context import GradNeeds, OperationContext
+from ..core.op_base import BasicOperation, FusibleOperation
+from ..core.op_base.results import forward_parts, refuse_output, row_of_outputs
 from ..engine.emission import step_name
 from ..engine.plan import Plan
 from ..engine.routing import Slot
 from ..errors import counted
 from ..fuser import OperationFuser
-from ..op_base import BasicOperation, FusibleOperation
-from ..op_base.results import forward_parts, refuse_output, row_of_outputs
 from ..registry import disable, enable, registry
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 from .calls import Outcome, Untouched, ask_for_gradients, checked_results, fail
 from .compare import Comparison, Tolerance, cast, parameters_of
 from .variants import Variant, lay_out

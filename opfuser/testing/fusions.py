@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.fusion import Fusion, FusionFunction, Stage
 from ..engine.plan import Plan
-from ..engine.recordable import unrecorded
+from ..engine.recorded.recordable import unrecorded
 from ..errors import ArgumentError, UnknownFusionError, choose_among
 from ..fuser import OperationFuser
-from ..fusion import Fusion, FusionFunction, Stage
 from ..registry import FusionHandle, registry
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 from .calls import Subject, named_inputs
 from .compare import Reference, Tolerance, cast, each_dtype, parameters_of
 from .contexts import check_saved_by, only

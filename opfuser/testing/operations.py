@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.recordable import unrecorded
+from ..engine.recorded.recordable import unrecorded
 from ..errors import ArgumentTypeError
 from ..op import BasicOperation, autocast_dtype
 from ..registry import disable, fusions

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from ..core.fusion import Stage
 from ..engine.plan import FusionRecord, Plan
 from ..errors import ArgumentError, choose_among, counted, explain
-from ..expectations import Counts, compared, last_plans, occurrences, reasons
-from ..fusion import Stage
-from ..sequential import Sequential
+from ..explain.expectations import Counts, compared, last_plans, occurrences, reasons
+from ..sequence.sequential import Sequential
 
 
 def assert_fused(

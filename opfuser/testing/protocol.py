@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.op_base.results import backward_parts, forward_parts, row_of_grads, row_of_outputs
 from ..errors import counted
 from ..op import BasicOperation, Dtypes, GradNeeds, OperationContext, autocast_dtype
-from ..op_base.results import backward_parts, forward_parts, row_of_grads, row_of_outputs
 from .calls import Untouched, checked_results, fail, named_outputs
 from .compare import check_kind
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..core.op_base.results import backward_parts, row_of_grads
 from ..engine.emission import step_name
 from ..engine.plan import Plan, Step
 from ..engine.routing import Slot
 from ..op import FusibleOperation, OperationContext
-from ..op_base.results import backward_parts, row_of_grads
-from ..sequential import Sequential
+from ..sequence.sequential import Sequential
 from .calls import ERRORS, Subject, in_mode, seeded
 from .changes import changed
 from .compare import Tolerance, deviation, precision

@@ -15,8 +15,8 @@ import yaml
 from torch import nn
 
 import opfuser
+from opfuser.core.fusion import REFUSAL_CODES
 from opfuser.errors import NotSupportedError
-from opfuser.fusion import REFUSAL_CODES
 from opfuser.report.audit import audit
 from opfuser.report.audit.kernels import KNOWN, advice, look_up
 from opfuser.report.audit.tracing import trace

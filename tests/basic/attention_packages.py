@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opfuser.attention import blockwise, choice, flash_attn
-from opfuser.libraries import imported, installed
+from opfuser.runtime.libraries import imported, installed
 
 
 class Score(NamedTuple):

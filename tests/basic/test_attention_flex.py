@@ -23,7 +23,7 @@ from opfuser.attention.alibi import alibi_slopes
 from opfuser.attention.blockwise import hidden_keys
 from opfuser.attention.call import Call, Heads
 from opfuser.basic import dot_product_attention as module
-from opfuser.engine.recordable import unrecorded
+from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.errors import NotSupportedError
 from tests.basic.attention_packages import forget_choices
 from tests.basic.test_attention_kernels import outcome

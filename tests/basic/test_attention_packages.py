@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser import DotProductAttention, Sequential, libraries
+from opfuser import DotProductAttention, Sequential
 from opfuser.attention import choice, cudnn_versions, flash_attn, flex_kernel
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import ArgumentError, NotSupportedError
+from opfuser.runtime import libraries
 from tests.basic.attention_packages import MODULE, forget, forget_choices, install
 from tests.basic.test_attention_kernels import HOPPER, outcome
 from tests.basic.test_attention_modes import formula

@@ -13,7 +13,7 @@ import opfuser
 from opfuser import DotProductAttention, Sequential
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.exported import EXPORTED
-from opfuser.recording import watching
+from opfuser.runtime.recording import watching
 from tests.basic.attributes import CASES, make, results
 from tests.basic.values import fill
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opfuser import RopeScaling, RotaryEmbedding
-from opfuser.change_tracking import signature
+from opfuser.core.change_tracking import signature
 from opfuser.errors import ArgumentError, ArgumentTypeError
 
 F64 = torch.float64

@@ -27,7 +27,7 @@ from benchmarks.gpu.small import with_share_of_time
 from benchmarks.gpu.small_problems import ENTRIES, FIRST, GRAPHED
 from benchmarks.gpu.torch_models import share
 from examples.lm_recipes import RECIPES
-from opfuser.engine import graphs
+from opfuser.engine.replayed import graphs
 from opfuser.report.bench import saved_bytes
 from tests.replay.recorded import RecordedGraph
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import BasicLinear, Bias, ConstantScale
-from opfuser.fusion import Fusion, Stage
+from opfuser.core.fusion import Fusion, Stage
 from opfuser.gemm import dgrad, wgrad
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
 

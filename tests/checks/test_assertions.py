@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import ConstantScale, Identity
+from opfuser.core.fusion import Fusion, Refusal, Requires
 from opfuser.errors import ArgumentError
-from opfuser.fusion import Fusion, Refusal, Requires
 from opfuser.testing import assert_fused, assert_not_fused
 from tests.planning.toys import Fused, FusedBackward, FusedForward
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import AddExtraInput, BasicLinear, Bias, MakeExtraOutput
+from opfuser.core.fusion import Refusal
 from opfuser.errors import ArgumentError, UnknownFusionError
-from opfuser.fusion import Refusal
 from opfuser.testing import check_fusion
 from tests.checks.spoilt import LinearScaleGain, needed, operations, rule, spoilt, with_bias
 

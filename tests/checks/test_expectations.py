@@ -24,8 +24,8 @@ from opfuser import (
     can_fuse,
     require_fusions,
 )
+from opfuser.core.fusion import Fusion, Refusal, Requires
 from opfuser.errors import ArgumentError, MissingFusionError, UnknownFusionError
-from opfuser.fusion import Fusion, Refusal, Requires
 from tests.planning.toys import Fused, FusedBackward, FusedForward
 
 X = torch.ones(2)

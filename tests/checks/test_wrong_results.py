@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import AddExtraInput, BasicLinear, ConstantScale
-from opfuser.fusion import Fusion, Refusal
+from opfuser.core.fusion import Fusion, Refusal
 from opfuser.op import BasicOperation, FusedOperation
 from opfuser.testing import UnreadTensorWarning, check_fusion, check_op
 from opfuser.testing.calls import Outcome

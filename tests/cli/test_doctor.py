@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import opfuser
-from opfuser import compilers
 from opfuser.attention import cudnn_versions
-from opfuser.plugins import PluginInfo
+from opfuser.registry.entry_points import PluginInfo
 from opfuser.report import doctor, gpu_problems
+from opfuser.runtime import compilers
 
 Command = Callable[..., Any]
 

@@ -13,8 +13,8 @@ import opfuser
 from opfuser import Fusion, FusionHandle, Linear, ReLU, Sequential
 from opfuser.cli import main
 from opfuser.fused import FUSIONS
-from opfuser.plugins import PluginInfo
 from opfuser.registry import registry
+from opfuser.registry.entry_points import PluginInfo
 from tests.planning.toys import REGISTER, rule
 
 pytest.importorskip("yaml", reason="configurations are YAML")

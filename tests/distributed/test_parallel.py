@@ -29,7 +29,7 @@ from opfuser import (
     ReduceScatter,
     Sequential,
 )
-from opfuser.engine import graphs
+from opfuser.engine.replayed import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.optim import MasterWeights

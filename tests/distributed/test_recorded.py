@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
-from opfuser.engine.recordable import unrecorded
+from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.recipe import DelayedScaling, Float8BlockScaling, Recipe

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import opfuser
-from opfuser.change_tracking import Clock
+from opfuser.core.change_tracking import Clock
 from opfuser.events import PlanCreated, subscribe
 from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opfuser import BasicLinear, CrossEntropy, Embedding, Linear, Sequential
-from opfuser.basic import _distributed as collectives
+from opfuser.distributed import collectives
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.fused.losses import Largest, chunked

@@ -21,9 +21,8 @@ import pytest
 
 from docs.docstrings import separated
 from opfuser import errors
+from opfuser.core.fusion import QuantizedEdge
 from opfuser.engine.plan import ReplayRecord
-from opfuser.fusion import QuantizedEdge
-from opfuser.fusion_config import EffectiveSetting, FusionConfig, Setting
 from opfuser.op import (
     BasicOperation,
     FusedOperation,
@@ -31,8 +30,9 @@ from opfuser.op import (
     GradNeeds,
     compute_dtype,
 )
-from opfuser.plugins import PluginInfo
 from opfuser.registry import FusionInfo, effective
+from opfuser.registry.configuration import EffectiveSetting, FusionConfig, Setting
+from opfuser.registry.entry_points import PluginInfo
 
 griffe: Any = pytest.importorskip("griffe", reason="needs the packages that build the site")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import opfuser
 from opfuser import AddExtraInput, Linear, MakeExtraOutput, Requires, Residual, RMSNorm, Sequential
+from opfuser.core.fusion import Env
 from opfuser.errors import InputError
-from opfuser.fusion import Env
 from opfuser.testing import assert_fused, check_fusion
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import opfuser
 from opfuser import basic
+from opfuser.core.fusion import REFUSAL_CODES
 from opfuser.fused import FUSIONS
 from opfuser.fused._linear import BIASES, LINEARS
 from opfuser.fused.backward_activation_bias import FUSION as WITH_PLAIN_ACTIVATION
 from opfuser.fused.parts.activation import ACTIVATIONS
-from opfuser.fusion import REFUSAL_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuser.buffer_reuse import only_reference, shares_nothing
+from opfuser.core.buffer_reuse import only_reference, shares_nothing
 
 
 def test_a_tensor_that_only_the_list_holds() -> None:

@@ -16,7 +16,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.engine import in_graph
+from opfuser.engine.compiled import in_graph
 from opfuser.models import DecoderConfig, MoEConfig, decoder_lm
 from opfuser.op import FusedOperation
 from opfuser.recipe import Float8CurrentScaling

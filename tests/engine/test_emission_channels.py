@@ -12,7 +12,7 @@ from torch import Tensor
 
 import opfuser
 from opfuser import BasicLinear, ConstantScale, MakeExtraOutput, Sequential
-from opfuser.buffer_reuse import only_reference
+from opfuser.core.buffer_reuse import only_reference
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
 from tests.engine.toys import F64, Stop, Times, consumer, grads, producer, randn, same
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
 import opfuser
 from opfuser import fuser as fuser_module
-from opfuser.context import TensorFacts
+from opfuser.core.context import TensorFacts
 from opfuser.engine import guards
 from opfuser.engine.guards import MAX_RECENT, expression, guard_of
 from opfuser.engine.plan_key import CallFacts, PlanKey, call_facts

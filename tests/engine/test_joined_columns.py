@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import opfuser
 from opfuser import torch_internals as internals
-from opfuser.tracing import columns, each_column, joined_columns
+from opfuser.runtime.tracing import columns, each_column, joined_columns
 
 from .toys import grads
 

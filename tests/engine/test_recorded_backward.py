@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import GELU, Linear, Sequential, SwiGLU
-from opfuser.engine.recordable import unrecorded
-from opfuser.engine.recorded_functions import places
-from opfuser.engine.specialized import Backward
+from opfuser.engine.recorded.functions import places
+from opfuser.engine.recorded.recordable import unrecorded
+from opfuser.engine.recorded.specialized import Backward
 from tests.engine.recorded_toys import (
     ENOUGH,
     D,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from opfuser import DotProductAttention, KVCache, LayerNorm, Linear, Residual, RMSNorm, Sequential
 from opfuser.attention.cache import StoresLast
-from opfuser.engine.recordable import unrecorded
+from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.errors import CacheFullError
 from opfuser.models import DecoderConfig, decoder_lm, generate
 from opfuser.op import BasicOperation

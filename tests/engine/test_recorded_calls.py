@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import GELU, Linear, Residual, RMSNorm, Sequential
-from opfuser.engine.recordable import unrecorded
-from opfuser.engine.recorder import Recorder
+from opfuser.engine.recorded.recordable import unrecorded
+from opfuser.engine.recorded.recorder import Recorder
 from opfuser.op import BasicOperation, OperationContext
-from opfuser.recording import watching
+from opfuser.runtime.recording import watching
 from tests.engine.recorded_toys import (
     ENOUGH,
     D,

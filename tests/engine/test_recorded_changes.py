@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import Linear, RMSNorm, Sequential
-from opfuser.change_tracking import active_calls
-from opfuser.engine.recordable import unrecorded
+from opfuser.core.change_tracking import active_calls
+from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.op import BasicOperation, OperationContext
 from tests.engine.recorded_toys import (
     ENOUGH,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from opfuser import GELU, DotProductAttention, Linear, Sequential
-from opfuser.engine import specialized
 from opfuser.engine.program import Program
-from opfuser.engine.recorded_functions import NotRecordableError
+from opfuser.engine.recorded import specialized
+from opfuser.engine.recorded.functions import NotRecordableError
 
 D = 8
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from opfuser import torch_internals
-from opfuser.engine.recorded_memory import Allocation, Scratch
-from opfuser.recording import seen_whole, watching
+from opfuser.engine.recorded.memory import Allocation, Scratch
+from opfuser.runtime.recording import seen_whole, watching
 from tests.engine.test_recorder import straight
 
 HERE = torch.device("cpu")

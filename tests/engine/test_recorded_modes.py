@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import opfuser
 from opfuser import RMSNorm
-from opfuser.change_tracking import active_calls
-from opfuser.engine.recordable import unrecorded
+from opfuser.core.change_tracking import active_calls
+from opfuser.engine.recorded.recordable import unrecorded
 from tests.engine.recorded_toys import (
     ENOUGH,
     D,

@@ -7,7 +7,7 @@ import torch
 
 import opfuser
 from opfuser import GELU, Linear, RMSNorm, Sequential
-from opfuser.engine.recordable import unrecorded
+from opfuser.engine.recorded.recordable import unrecorded
 from tests.engine.recorded_toys import ENOUGH, D, assert_same, both, image, output, record, twin
 
 

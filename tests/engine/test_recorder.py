@@ -12,11 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.buffer_reuse import only_reference
-from opfuser.engine.recorded_functions import NotRecordableError, places
-from opfuser.engine.recorded_text import Straight
-from opfuser.engine.recorder import Recorder
-from opfuser.recording import leave, refuse_watching, seen_whole, unseen, unwatched, watching
+from opfuser.core.buffer_reuse import only_reference
+from opfuser.engine.recorded.functions import NotRecordableError, places
+from opfuser.engine.recorded.recorder import Recorder
+from opfuser.engine.recorded.text import Straight
+from opfuser.runtime.recording import (
+    leave,
+    refuse_watching,
+    seen_whole,
+    unseen,
+    unwatched,
+    watching,
+)
 
 Function = Callable[[Tensor, Tensor], Any]
 NO_CODE = compile("0", "", "eval")

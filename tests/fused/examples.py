@@ -28,10 +28,10 @@ from opfuser import (
     SiLU,
     SwiGLU,
 )
+from opfuser.core.fusion import Fusion, Optional, Repeated
 from opfuser.engine.plan import Plan
 from opfuser.errors import InputError
 from opfuser.fused import FUSIONS
-from opfuser.fusion import Fusion, Optional, Repeated
 from opfuser.op import FusedOperation, FusibleOperation, GradNeeds, OperationContext
 from opfuser.testing import check_fusion, contexts
 

@@ -32,9 +32,9 @@ from opfuser import (
     SiLU,
     SwiGLU,
 )
+from opfuser.core.fusion import Fusion, Optional
 from opfuser.fused import FUSIONS
 from opfuser.fused.parts.pipeline import Pipeline
-from opfuser.fusion import Fusion, Optional
 from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import BasicOperation, FusedOperation
 from opfuser.testing import assert_not_fused, check_fusion

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuser import BasicLinear, CrossEntropy, Linear, Sequential
-from opfuser.basic._distributed import VocabularySlice
+from opfuser.distributed.collectives import VocabularySlice
 from opfuser.errors import InputError, NotSupportedError, OpKwargsError
 from opfuser.fused import _loss_chunks, linear_cross_entropy
 from opfuser.fused.linear_cross_entropy import LinearCrossEntropy

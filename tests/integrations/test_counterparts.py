@@ -18,7 +18,7 @@ from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.counterparts import ACTIVATIONS, LAYERS, NORMS, Activation
 from opfuser.integrations.te.operations import OPERATIONS
 from opfuser.models import DecoderConfig, mlp_block
-from opfuser.plain_modules import replacement
+from opfuser.sequence.plain_modules import replacement
 from tests.integrations import te_layers
 
 SOURCES = Path(opfuser.__file__).parent

@@ -16,11 +16,11 @@ import torch
 
 import opfuser
 import opfuser.hf
-from opfuser import compilers
 from opfuser.errors import CompilerError, MissingPackageError, NotSupportedError
 from opfuser.integrations.te import to_te
 from opfuser.kernels.launch import Launch
-from opfuser.libraries import required
+from opfuser.runtime import compilers
+from opfuser.runtime.libraries import required
 
 ROOT = Path(__file__).parents[2]
 

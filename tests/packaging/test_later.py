@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import opfuser
+from opfuser.core.fusion import Fusion
 from opfuser.fused import FUSIONS, BuiltIn
-from opfuser.fusion import Fusion
 
 from .test_import import run_bare
 
@@ -48,7 +48,7 @@ from opfuser import later
 begun = threading.Event()
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "opfuser.sequential":
+        if name == "opfuser.sequence.sequential":
             begun.set()
             time.sleep(1)
 sys.meta_path.insert(0, Slow())

@@ -243,7 +243,7 @@ except TorchVersionError as error:
 else:
     raise AssertionError
 
-from opfuser.buffer_reuse import only_reference
+from opfuser.core.buffer_reuse import only_reference
 assert not any(only_reference([torch.empty(2)]) for _ in range(100))
 holder = torch_internals.use_count(torch.empty(1)), torch_internals.storage_use_count(1)
 assert min(holder) > 1 << 30

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import opfuser
-from opfuser.fusion import Fusion
+from opfuser.core.fusion import Fusion
 from tests.planning.toys import FusedForward
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 import opfuser
 from opfuser import Identity, Sequential
+from opfuser.core.fusion import Fusion, Refusal
 from opfuser.errors import ConfigError
-from opfuser.fusion import Fusion, Refusal
-from opfuser.fusion_config import FusionConfig, glob_names
-from opfuser.fusion_config_text import as_file
 from opfuser.op import BasicOperation, OperationContext
 from opfuser.registry import effective, registry
+from opfuser.registry.configuration import FusionConfig, glob_names
+from opfuser.registry.configuration_files import as_file
 from opfuser.registry.handles import Registry
 from tests.planning.toys import REGISTER, FusedForward, pattern
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from opfuser.core.fusion import Refusal
 from opfuser.engine.plan import Plan
 from opfuser.explain import dumps
-from opfuser.fusion import Refusal
 from opfuser.report.plan_json import plan_data
 from tests.planning.toys import plan, rule
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from opfuser.core.fusion import Env
 from opfuser.errors import PlanError
-from opfuser.fusion import Env
 from tests.planning.toys import A, B, Fused, FusedForward, plan, rule, spans
 
 

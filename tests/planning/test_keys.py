@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import opfuser
 from opfuser import Identity
-from opfuser.fusion import Fusion, Refusal
+from opfuser.core.fusion import Fusion, Refusal
 from opfuser.op import BasicOperation, OperationContext
 from tests.planning.toys import FusedForward
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import opfuser
+from opfuser.core.fusion import Fusion, Refusal, Requires
 from opfuser.engine import plan_report
 from opfuser.events import AttentionKernelTaken, Subscription, subscribe
-from opfuser.fusion import Fusion, Refusal, Requires
 from opfuser.recipe import Float8CurrentScaling
 from tests.planning.toys import REGISTER, FusedForward, planned, rule
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import opfuser
+from opfuser.core.fusion import Fusion, Optional, Refusal, Repeated
 from opfuser.errors import FusionError
-from opfuser.fusion import Fusion, Optional, Refusal, Repeated
 from opfuser.op import FusedOperation
 from tests.planning.toys import A, B, Compound, Fused, env, ops, pattern, plan, rule
 

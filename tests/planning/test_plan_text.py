@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import opfuser as of
+from opfuser.core.fusion import Refusal, Requires
 from opfuser.engine.plan import Plan
 from opfuser.errors import UnknownFusionError
-from opfuser.fusion import Refusal, Requires
 from opfuser.models import DecoderConfig, decoder_lm
-from opfuser.plain_modules import replacement
 from opfuser.recipe import Float8CurrentScaling
 from opfuser.registry import registry
+from opfuser.sequence.plain_modules import replacement
 from tests.planning.toys import FusedForward, plan, rule
 
 

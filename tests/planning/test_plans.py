@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import opfuser
+from opfuser.core.fusion import Refusal, Requires
 from opfuser.engine.planning import make_plan
-from opfuser.fusion import Refusal, Requires
 from opfuser.registry import registry
 from tests.planning.toys import (
     NEEDED,

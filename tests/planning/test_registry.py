@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import opfuser
+from opfuser.core.fusion import Refusal, Requires
 from opfuser.errors import FusionError, UnknownFusionError
-from opfuser.fusion import Refusal, Requires
 from opfuser.registry import FusionHandle, registry
 from opfuser.registry.handles import Registry
 from tests.planning.toys import REGISTER, A, B, Fused, planned, rule

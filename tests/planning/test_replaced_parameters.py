@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.change_tracking import Clock
+from opfuser.core.change_tracking import Clock
 from tests.engine.toys import F64, Times, grads, randn, same
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
+from opfuser.core.fusion import Env, Fusion, Optional, Refusal, Repeated, Stage
 from opfuser.engine.plan import Plan
 from opfuser.engine.planning import make_plan
-from opfuser.fusion import Env, Fusion, Optional, Refusal, Repeated, Stage
 from opfuser.op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from opfuser.registry import FusionHandle, registry
 

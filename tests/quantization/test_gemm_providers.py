@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType
 
 import opfuser
 from opfuser import gemm_providers
-from opfuser.engine import graphs
+from opfuser.engine.replayed import graphs
 from opfuser.errors import ArgumentError
 from opfuser.gemm_providers import Gemm, GemmOperand, GemmProvider
 from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe

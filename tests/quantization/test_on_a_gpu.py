@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import opfuser
-from opfuser.engine.recordable import unrecorded
+from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.recipe import Recipe
 from tests.quantization.test_edges import BLOCKS, FUSED
 from tests.quantization.test_values import each_recipe, error, results

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser import BasicLinear, Sequential
+from opfuser.core.recomputation import computed_again, parts_under_way
 from opfuser.errors import RecomputationError
 from opfuser.quantization import checkpointed
 from opfuser.quantization.quantizers import OperandQuantizer
@@ -30,7 +31,6 @@ from opfuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from opfuser.recomputation import computed_again, parts_under_way
 
 from .test_calls_between import Experts, recomputing, swiglu
 

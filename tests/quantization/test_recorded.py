@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser import gemm_providers
-from opfuser.engine.recordable import unrecorded
-from opfuser.engine.specialized import Backward, Specialization
+from opfuser.engine.recorded.recordable import unrecorded
+from opfuser.engine.recorded.specialized import Backward, Specialization
 from opfuser.gemm_providers import GemmOperand, GemmProvider
 from opfuser.optim import MasterWeights
 from opfuser.recipe import (

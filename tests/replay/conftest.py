@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine import graphs
+from opfuser.engine.replayed import graphs
 from tests.replay.recorded import RecordedGraph
 
 

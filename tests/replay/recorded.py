@@ -115,7 +115,7 @@ class Event:
 
 
 class RecordedGraph:
-    """Stands for a CUDA graph; see :class:`opfuser.engine.graphs.Graph`."""
+    """Stands for a CUDA graph; see :class:`opfuser.engine.replayed.graphs.Graph`."""
 
     limit = 2**30
     times = Times()

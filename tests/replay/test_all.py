@@ -11,7 +11,7 @@ from torch import Tensor
 
 import opfuser
 from opfuser import Sequential
-from opfuser.op_base.kinds import is_built_in
+from opfuser.core.op_base.kinds import is_built_in
 from tests.basic.attributes import CASES, make
 from tests.basic.values import fill
 from tests.fused.examples import EXAMPLES, UNQUANTIZED, extras, filled

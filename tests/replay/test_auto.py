@@ -16,20 +16,26 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import opfuser
 from opfuser import torch_internals
-from opfuser.engine import captured, graphs, replay, replay_trial
-from opfuser.engine.graphs import CudaGraph
-from opfuser.engine.replay_decision import Costs, Sample, refusal_after_trial, refusal_before_trial
-from opfuser.engine.specialized import Specializations
+from opfuser.core.fusion import Refusal
+from opfuser.engine.recorded.specialized import Specializations
+from opfuser.engine.replayed import captured, graphs, replay
+from opfuser.engine.replayed import trial
+from opfuser.engine.replayed.decision import (
+    Costs,
+    Sample,
+    refusal_after_trial,
+    refusal_before_trial,
+)
+from opfuser.engine.replayed.graphs import CudaGraph
 from opfuser.engine.threads import thread_that_may_wait
-from opfuser.fusion import Refusal
 from opfuser.torch_internals import memory_of
 from tests.replay.models import DIM, assert_equal, assert_same_grads, block, code, count, draw, twin
 from tests.replay.recorded import RecordedGraph, Times
 
 AFTER = 3  # calls that run as usual, by default
 # One more is under way when the last measurement is complete.
-BEFORE = AFTER + replay_trial.SAMPLES + 1
-TRIAL = 2 + replay_trial.SAMPLES + 1  # until backward is recorded, and then measured
+BEFORE = AFTER + trial.SAMPLES + 1
+TRIAL = 2 + trial.SAMPLES + 1  # until backward is recorded, and then measured
 
 FREE = Costs(copied=0, memory=2**20, taken=0, limit=2**30, free=2**34)
 WAITING = Sample(host=5e-3, device=5.2e-3, behind=False, period=6e-3)
@@ -46,7 +52,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     made = Times()
     monkeypatch.setattr(RecordedGraph, "times", made)
-    monkeypatch.setattr(replay_trial, "perf_counter", made.perf_counter)
+    monkeypatch.setattr(trial, "perf_counter", made.perf_counter)
     return made
 
 
@@ -169,7 +175,7 @@ def test_calls_that_are_left_alone(
 ) -> None:
     vars(times).update(state)
     model = block(device)
-    train(model, device, replay_trial.MOST_CALLS + 5)
+    train(model, device, trial.MOST_CALLS + 5)
     assert code(model) == expected
     plan = model.last_plan
     assert plan is not None
@@ -234,7 +240,7 @@ def test_without_gradients(device: torch.device) -> None:
 @pytest.mark.usefixtures("auto")
 def test_forwards_whose_backward_never_comes(device: torch.device) -> None:
     model = block(device)
-    for _ in range(replay_trial.MOST_CALLS + AFTER + 3):
+    for _ in range(trial.MOST_CALLS + AFTER + 3):
         model(draw(device))
     assert code(model) == "UNMEASURED"
     assert count(model) == 0
@@ -436,7 +442,7 @@ def test_profiled_calls_are_not_measured(device: torch.device, times: Times) -> 
     with torch.profiler.profile(activities=activities, acc_events=True):  # or torch 2.11 warns
         train(model, device, BEFORE)
     assert (count(model), times.events) == (0, 0)
-    train(model, device, replay_trial.SAMPLES + 2)
+    train(model, device, trial.SAMPLES + 2)
     assert count(model) == 1
 
 
@@ -450,7 +456,7 @@ def test_recordings_make_way_for_none_that_nobody_asked_for(
     assert plan is not None
     size = plan.replays[0].bytes
     monkeypatch.setattr(RecordedGraph, "limit", int(1.5 * size / 0.05))
-    monkeypatch.setattr(replay_trial, "refusal_before_trial", lambda *_, **__: None)
+    monkeypatch.setattr(trial, "refusal_before_trial", lambda *_, **__: None)
     train(second, device, BEFORE + TRIAL)
     assert code(second) == "MEMORY"
     before = count(first)
@@ -536,5 +542,5 @@ def test_a_backward_in_a_capture_of_the_callers(device: torch.device, times: Tim
     assert times.events == before
     times.events += before % 4  # its backward does not count
     model.zero_grad()
-    train(model, device, replay_trial.SAMPLES + 2)
+    train(model, device, trial.SAMPLES + 2)
     assert count(model) > 0

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import opfuser
-from opfuser.engine import replay as module
-from opfuser.engine.replay_options import current
+from opfuser.engine.replayed import replay as module
+from opfuser.engine.replayed.options import current
 from opfuser.errors import ArgumentError
 from opfuser.recipe import DelayedScaling
 from tests.replay.models import DIM, assert_equal, block, code, count, draw, twin, warm
@@ -74,7 +74,7 @@ def test_values_outside_their_domain(wrong: dict[str, Any]) -> None:
 
 
 def test_environment_variable() -> None:
-    ask = "import opfuser.engine.replay_options as r; print(r.current().mode)"
+    ask = "import opfuser.engine.replayed.options as r; print(r.current().mode)"
     done = subprocess.run(
         [sys.executable, "-c", ask],
         env={"OPFUSER_REPLAY": "off", "PYTHONPATH": ":".join(sys.path)},

@@ -12,9 +12,9 @@ from ...basic.activation import ACTIVATIONS as PLAIN_ACTIVATIONS
 from ...basic.activation import _Activation
 from ...basic.bias import Bias
 from ...basic.gated_activation import GATED_ACTIVATIONS, _GatedActivation
-from ...buffer_reuse import only_reference
-from ...context import Contexts, Extras, OperationContext
-from ...fusion import Refusal
+from ...core.buffer_reuse import only_reference
+from ...core.context import Contexts, Extras, OperationContext
+from ...core.fusion import Refusal
 from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
 from ...kernels.gated import gated_backward, gated_backward_, gated_forward

@@ -14,9 +14,9 @@ from ...basic.bias import Bias
 from ...basic.constant_scale import ConstantScale
 from ...basic.dropout import Dropout
 from ...basic.pointwise import PointwiseOperation
-from ...context import COMPUTE_DTYPES, Contexts, Extras, autocast_dtype, refuse_dtype
+from ...core.context import COMPUTE_DTYPES, Contexts, Extras, autocast_dtype, refuse_dtype
+from ...core.fusion import Env, Refusal
 from ...errors import NotSupportedError
-from ...fusion import Env, Refusal
 from ...kernels.functions import Scale
 from ...kernels.launch import INTERPRETED
 from ...kernels.philox import draw_seed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
-from ...context import Contexts, Extras
+from ...core.context import Contexts, Extras
 from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
 from ...quantization.quantizers import Quantizer

@@ -10,9 +10,9 @@ from torch import Tensor
 from ... import gemm
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
-from ...buffer_reuse import only_reference
-from ...context import Contexts, Extras
-from ...fusion import Env, Refusal
+from ...core.buffer_reuse import only_reference
+from ...core.context import Contexts, Extras
+from ...core.fusion import Env, Refusal
 from ...kernels.scalar import cast
 from ...quantization.quantizers import Quantizer
 from .._linear import AnyBias, AnyLinear, backward_refusal, forward_refusal, insist, linear_sum

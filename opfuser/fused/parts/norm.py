@@ -9,7 +9,7 @@ from torch import Tensor
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
-from ...context import Contexts, Extras
+from ...core.context import Contexts, Extras
 from ...op import compute_dtype
 from ...quantization.quantizers import Quantizer
 from .part import Gradients, Part, PartGrads, Wanted

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...context import Contexts, Extras
+from ...core.context import Contexts, Extras
 from ...op import BasicOperation
 from ...quantization.quantizers import QuantizedTensor, Quantizer
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ...context import (
+from ...core.context import (
     BackwardResult,
     Contexts,
     Extras,
@@ -19,11 +19,11 @@ from ...context import (
     GradNeeds,
     new_context,
 )
-from ...fusion import Env, QuantizedEdge, Stage
+from ...core.fusion import Env, QuantizedEdge, Stage
 from ...op import BasicOperation, FusedOperation
 from ...quantization.quantizers import Quantizer
 from ...quantization.watch import is_watched
-from ...tracing import stands_in
+from ...runtime.tracing import stands_in
 from .part import PLAIN, PLAIN_WITH_OUTPUT, Gradients, Part, Wanted, no_gradients
 
 

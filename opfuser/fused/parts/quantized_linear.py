@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from ... import gemm
-from ...basic._distributed import gather_input, gather_output_grad, reduce_input_grad, reduce_output
 from ...basic._weight_grad import ScaledProduct, WeightGradient
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.bias import bias_grad
-from ...context import Contexts, Extras, OperationContext
-from ...fusion import Env
+from ...core.context import Contexts, Extras, OperationContext
+from ...core.fusion import Env
+from ...distributed.collectives import (
+    gather_input,
+    gather_output_grad,
+    reduce_input_grad,
+    reduce_output,
+)
 from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes, amax_of
 from ...kernels.scalar import cast

@@ -14,8 +14,8 @@ from opfuser import DotProductAttention
 
 from ...attention.masks import hides_queries
 from ...errors import NotSupportedError
-from ...libraries import required
 from ...reading.recording import is_tracing
+from ...runtime.libraries import required
 from ...torch_internals import constant_result
 
 NAME = "opfuser"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...applying.decisions import Application
 from ...applying.forwards import State, state_of
-from ...libraries import required
 from ...reading.recording import is_tracing
+from ...runtime.libraries import required
 
 LAYERS = ("GeGLUMLP", "RMSNorm", "RMSNormZeroCentered", "SwiGLUMLP")
 _DEVICES = ("cpu", "cuda", "rocm")

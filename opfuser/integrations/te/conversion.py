@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from opfuser import FusibleOperation, Sequential
-from opfuser.change_tracking import has_hooks
+from opfuser.core.change_tracking import has_hooks
 from opfuser.engine.routing import PrivateChannel
 from opfuser.errors import ArgumentTypeError, NotSupportedError
-from opfuser.libraries import required
+from opfuser.runtime.libraries import required
 
 from .linear_modules import (
     GroupedLinearOptions,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opfuser import Sequential
-from opfuser.change_tracking import has_hooks
+from opfuser.core.change_tracking import has_hooks
 from opfuser.errors import NotSupportedError
 
 # Attributes of modules whose values here are the only ones that have a counterpart.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ... import __version__
+from ...core.fusion import Refusal
 from ...errors import TargetError
-from ...fusion import Refusal
 from ...registry import fusions
-from ...sequential import Sequential
+from ...sequence.sequential import Sequential
 from ..inputs import as_text
 from ..observing import SequenceCall
 from ..target import Target, failed

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...basic import MakeExtraOutput
+from ...core.fusion import Stage
 from ...engine.plan import Plan
 from ...errors import OpfuserError
-from ...fusion import Stage
 from ...op import BasicOperation, FusedOperation
-from ...sequential import Sequential
+from ...sequence.sequential import Sequential
 from .estimates import like
 from .finding import Found
 from .operations import GATED, operation

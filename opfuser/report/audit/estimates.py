@@ -11,10 +11,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...basic import AddExtraInput, MakeExtraOutput
+from ...core.op_base import BasicOperation
 from ...errors import TargetError
-from ...op_base import BasicOperation
 from ...registry import disable, enable, fusions
-from ...sequential import Sequential
+from ...sequence.sequential import Sequential
 from ..kernel_counts import size_of
 from ..target import Target
 from ..traffic import ModelTraffic, model_traffic

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ...core.op_base.kinds import must_be_called
 from ...op import BasicOperation, FusedOperation, FusibleOperation
-from ...op_base.kinds import must_be_called
 from ...reading.dataflow import Dataflow, Node, Origin, Value, map_leaves
 from ...reading.kept import KeptError
 from ...reading.replay import undisturbed

@@ -9,7 +9,7 @@ import torch
 
 import opfuser
 
-from ...libraries import installed
+from ...runtime.libraries import installed
 
 Source = Literal["opfuser", "torch", "triton", "cuda"]
 Recommendation = Literal["use_existing_kernel", "needs_triton", "defer"]

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ...basic import Identity
-from ...change_tracking import has_hooks, replaces_forward
+from ...core.change_tracking import has_hooks, replaces_forward
+from ...core.fusion import Fusion, Refusal, Stage
+from ...core.op_base import BasicOperation, FusibleOperation
+from ...core.op_base.kinds import is_built_in
 from ...engine.plan import FusionRecord, Plan, Step
 from ...errors import OpfuserError
 from ...explain.reasons import rules_of
-from ...fusion import Fusion, Refusal, Stage
 from ...integrations.conversion import from_torch
-from ...op_base import BasicOperation, FusibleOperation
-from ...op_base.kinds import is_built_in
-from ...plain_modules import replacement
 from ...registry import disable, enable, registry
-from ...sequential import Sequential
+from ...sequence.plain_modules import replacement
+from ...sequence.sequential import Sequential
 from ..observing import SequenceCall
 from ..target import moved
 from .estimates import Cost, of_sequence, segment, unfused

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ...core.fusion import Refusal
 from ...errors import NotSupportedError
-from ...fusion import Refusal
 from .kernels import Existing
 
 SCHEMA = "opfuser.fusion_todo/1"

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from ...applying import is_computed
 from ...applying.deferred import Deferred
 from ...op import FusibleOperation
-from ...plain_modules import replacement
-from ...sequential import Sequential
+from ...sequence.plain_modules import replacement
+from ...sequence.sequential import Sequential
 from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed
 

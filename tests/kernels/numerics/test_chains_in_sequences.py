@@ -26,9 +26,9 @@ from opfuser import (
     Sequential,
     SiLU,
 )
+from opfuser.core.fusion import Optional
 from opfuser.fused import PointwiseChain, PointwiseNorm, norm_linear, pointwise_norm
 from opfuser.fused.norm_linear import NormLinear
-from opfuser.fusion import Optional
 from opfuser.kernels.launch import recorded
 from opfuser.testing import check_fusion, check_op
 from tests.basic.values import saved_by

@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import opfuser
 from opfuser import torch_internals
-from opfuser.engine.recordable import unrecorded
+from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.kernels.launch import INTERPRETED, Launch
 from opfuser.quantization import products
 from opfuser.recipe import (

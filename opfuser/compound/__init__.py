@@ -1,0 +1,1 @@
+"""Operations without kernels that stand for basic operations."""

@@ -1,0 +1,1 @@
+"""Exchanges among the ranks of a process group, and parameters that are parts of DTensors."""

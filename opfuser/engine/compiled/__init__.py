@@ -1,0 +1,1 @@
+"""Calls that ``torch.compile`` or ``torch.export`` traces."""

@@ -1,0 +1,1 @@
+"""Calls that were recorded, and run as functions that call nothing but torch."""

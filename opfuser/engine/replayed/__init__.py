@@ -1,0 +1,1 @@
+"""Calls that are replayed as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""What surrounds a call: packages, compilers and modes of torch; no operation is known here."""

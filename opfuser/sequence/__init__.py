@@ -1,0 +1,1 @@
+"""``Sequential``: its modules, their groups, and what is routed between them."""
