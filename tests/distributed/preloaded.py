@@ -15,7 +15,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel  # noqa: F401
 
 import opfuser.fused
-import opfuser.models
+import opfuser.models  # noqa: F401
 import tests.distributed.ranks  # noqa: F401
 
 gc.freeze()  # or the first look for garbage of every fork would copy all of its memory
