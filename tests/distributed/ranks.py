@@ -53,7 +53,7 @@ def outcomes_of(module: str, ranks: int, folder: Path, device: str = "cpu") -> O
     # asked for GPUs must not be forked.
     method = "forkserver" if device == "cpu" and os.name == "posix" else "spawn"
     if method == "forkserver":
-        multiprocessing.set_forkserver_preload(["torch", "opfuser", "opfuser.models", __name__])
+        multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
     with contextlib.suppress(ProcessRaisedException, ProcessExitedException):  # told rank by rank
         arguments = ranks, str(folder), module, device, dict(os.environ)
         start_processes(_run, arguments, ranks, start_method=method)

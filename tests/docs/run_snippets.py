@@ -1,4 +1,4 @@
-"""Runs each snippet in a fork of one interpreter that has imported torch.
+"""Runs each snippet in a fork of one interpreter that has imported what most snippets import.
 
 ``python run_snippets.py FOLDER SNIPPET...`` writes to FOLDER, for each snippet, ``NAME.txt`` with
 what it printed, and ``NAME.status`` with its exit status.
@@ -6,6 +6,7 @@ what it printed, and ``NAME.status`` with its exit status.
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -13,8 +14,12 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo
+import transformers.modeling_utils  # noqa: F401
 
-import opfuser  # noqa: F401
+import opfuser.fused
+import opfuser.models
+import opfuser.testing  # noqa: F401
 
 
 def run(snippet: Path, folder: Path) -> int:
@@ -34,6 +39,7 @@ def run(snippet: Path, folder: Path) -> int:
 
 def main() -> None:
     folder, *snippets = map(Path, sys.argv[1:])
+    gc.freeze()  # or the first look for garbage of every fork would copy all of its memory
     for snippet in snippets:
         child = os.fork()
         if not child:

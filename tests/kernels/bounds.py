@@ -10,8 +10,8 @@ So that whatever is computed from a pointer tells whose it is, an argument's add
 number in the bits that no address has, until memory is accessed. Hints to the compiler, which makes
 accesses wide by them, are held to the values that they are about.
 
-The interpreter takes the place of Triton's language anew for each function that a kernel calls,
-which is a third of its time; here it does so once a launch.
+The interpreter takes the place of Triton's language anew for each function that a kernel calls;
+here it does so once a launch. What else takes its time is in tests/kernels/quick_interpreter.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ if INTERPRETED:
     from triton.runtime import interpreter
     from triton.runtime.errors import InterpreterError
 
+    from tests.kernels.quick_interpreter import hasten
+
 BITS = 48  # of an address
 COUNTS: Counter[str] = Counter()
 KERNELS: set[str] = set()
 _ADDRESS = np.uint64(2**BITS - 1)
+_IMPORTED: list[Tensor] = []
 
 
 class OutOfBounds(AssertionError):  # noqa: N818  # what an access is
@@ -148,7 +151,7 @@ def check_hint(key: str, handle: Any) -> None:
 
 def live_tensors() -> list[Tensor]:
     """Those in memory of the host that Python knows."""
-    found = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)]
+    found = [t for t in gc.get_objects() if type(t) in (Tensor, torch.nn.Parameter)] + _IMPORTED
     found = [t for t in found if t.device.type == "cpu" and t.layout == torch.strided]
     return [t for t in found if not torch._C._functorch.is_functorch_wrapped_tensor(t)]
 
@@ -234,6 +237,12 @@ def watch() -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    """Python lists no more what tests/conftest.py freezes."""
+    if INTERPRETED:
+        _IMPORTED.extend(live_tensors())
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Tells what was checked."""
     if COUNTS:
@@ -242,4 +251,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 if INTERPRETED:
+    hasten()
     watch()

@@ -20,8 +20,8 @@ class FusibleOperation(TracedCalls, Tracked):
     Numbers of any type that are set as attributes become Python's int or float.
 
     Class attributes:
-        read_only: names of attributes that cannot be set again, because something derived from them,
-            such as the shape of a parameter, would not follow.
+        read_only: names of attributes that cannot be set again, because something derived from
+            them, such as the shape of a parameter, would not follow.
         replayable: promises that both passes only launch kernels on tensors that are arguments,
             parameters, buffers, :meth:`BasicOperation.cached_tensors` or temporary: the host reads
             no value, and nothing else changes. Launches can then be recorded and replayed. It is
