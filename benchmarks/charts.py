@@ -109,6 +109,7 @@ CHARTS = (
     ),
     Chart("distributed", "distributed", "median_us", "ms of a step", 1e-3),
     Chart("distributed_memory", "distributed", "peak_bytes", "GiB of a GPU at the peak", 2**-30),
+    Chart("expert_parallel", "expert_parallel", "median_us", "ms of a step", 1e-3, ("step",)),
 )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,33 +26,15 @@ import torch.distributed as dist
 
 from benchmarks import timing
 from benchmarks.gpu import peers
-from benchmarks.gpu.distributed_contest import (
-    IN_A_ROW,
-    TIMEOUT,
-    Contestant,
-    Ranks,
-    State,
-    clear,
-    solve,
-    warm_up,
-)
+from benchmarks.gpu.distributed_contest import Contestant, State, solve, warm_up
 from benchmarks.gpu.distributed_models import CASES, ON_ONE
 from benchmarks.gpu.distributed_setting import Contest, Setting
 from benchmarks.gpu.problem import STEP, Row
+from benchmarks.gpu.ranks import IN_A_ROW, Ranks, clear, start
 from benchmarks.machine import machine
 
 PART = "distributed"
 BUDGET = 170.0  # seconds of a run
-
-
-def start(device: str) -> None:
-    """Starts the process group, of one process where torchrun has not started this one."""
-    options: dict[str, Any] = {"timeout": TIMEOUT}
-    if "RANK" not in os.environ:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
 
 
 def rows(contest: Contest, state: State) -> list[Row]:

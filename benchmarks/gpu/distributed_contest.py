@@ -5,107 +5,38 @@ from __future__ import annotations
 import gc
 import math
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from benchmarks import timing
 from benchmarks.gpu.distributed_setting import Contest, Entry, Training
+from benchmarks.gpu.ranks import Ranks, Timed, clear, rounds, sample
 
-TIMEOUT = timedelta(seconds=60)
 LEFT_TO_COMPILE = 40.0  # seconds without which torch.compile is not begun
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 50
-IN_A_ROW = 3  # steps of a sample of wall time
-LONGEST_STALL = 0.15  # seconds; the host of a sharded model is slow
 CHECKED = 3  # steps that are compared before anything is timed
 RATE = 1e-4  # of these steps; 0 afterwards, so that parameters keep their values
 # Largest relative difference of a loss of these steps, and of the norm of the first gradients. In
 # FP8, E5M2 rounds a gradient by up to an eighth.
 LOSSES, NORMS = {False: 0.01, True: 0.03}, {False: 0.05, True: 0.2}
 
-Result = TypeVar("Result")
 
-
-class Ranks:
-    """What the processes agree on, over gloo: it works while the collectives of GPUs do not."""
-
-    def __init__(self, device: str) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        number = f":{torch.cuda.current_device()}" if device == "cuda" else ""
-        self.device = torch.device(device + number)
-        self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-
-    def gathered(self, value: Result) -> list[Result]:
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
-    def decided(self, said: bool) -> bool:
-        """What the first rank says: clocks differ."""
-        return self.gathered(said)[0]
-
-    def attempt(self, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """The result of a call on all ranks; or the first error of any of them, on all."""
-        result, error = timing.attempt(lambda: told(call))
-        for rank, text in enumerate(self.gathered(error)):
-            if text is not None:
-                return None, f"rank {rank}: {text}"
-        return result, None
-
-    def align(self) -> None:
-        timing.synchronize(self.device)
-        dist.barrier(group=self.control)
-
-
-def told(call: Callable[[], Result]) -> Result:
-    """The result; where an error came from is printed, since rows only have its text."""
-    try:
-        return call()
-    except Exception:
-        traceback.print_exc()
-        raise
-
-
-class Sample(NamedTuple):
-    """Seconds of a step.
-
-    Attributes:
-        wall: of several in a row, behind one that does not count, host and device together; of the
-            slowest rank.
-        host: until the calls of one return; of the slowest rank.
-        device: between two events behind a stall, so that the host's launches do not count; of the
-            rank whose stall ends last, for which no other one has to wait.
-    """
-
-    wall: float
-    host: float
-    device: float
-
-
-class Contestant:
-    """A model, its optimiser, and what was measured of it.
-
-    Methods that compute are called through ``Ranks.attempt`` and leave it to others to agree: a
-    rank that fails would be one exchange ahead.
-    """
+class Contestant(Timed):
+    """A model, its optimiser, and what was measured of it."""
 
     def __init__(self, entry: Entry, device: torch.device) -> None:
-        self.entry, self.device = entry, device
+        super().__init__(device)
+        self.entry = entry
         self.before = allocated(device)
         self.training: Training = entry.build()
         self.optimizer = torch.optim.AdamW(
             self.training.parameters, lr=RATE, fused=device.type == "cuda"
         )
-        self.timer = timing.DeviceTimer(device, LONGEST_STALL)
         self.first = First([], 0.0)
         self.peak_bytes: list[int | None] = []
-        self.samples: list[Sample] = []
 
     def forward_backward(self) -> Tensor:
         loss = self.training.loss()
@@ -145,19 +76,6 @@ class Contestant:
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - self.before
 
-    def wall_and_host(self) -> tuple[float, float]:
-        # In training a step follows one of the same model, not another contestant's, after which
-        # the host's caches hold none of this one's.
-        self.step()
-        timing.synchronize(self.device)
-        began = time.perf_counter()
-        self.step()
-        host = time.perf_counter() - began
-        for _ in range(IN_A_ROW - 1):
-            self.step()
-        timing.synchronize(self.device)
-        return (time.perf_counter() - began) / IN_A_ROW, host
-
 
 class First(NamedTuple):
     """Losses of the first steps, means over ranks, and the norm of the first gradients."""
@@ -182,23 +100,6 @@ def begin(entry: Entry, ranks: Ranks) -> tuple[Contestant | None, str | None]:
         error = sample(own, ranks)  # after which the stall is as long as needed
         own.samples.clear()
     return own, error
-
-
-def sample(own: Contestant, ranks: Ranks) -> str | None:
-    """Adds a sample, or returns the error."""
-    ranks.align()
-    times, error = ranks.attempt(own.wall_and_host)
-    if times is None:
-        return error
-    ranks.align()
-    device, error = ranks.attempt(lambda: own.timer(own.step))
-    if device is None:
-        return error
-    every = ranks.gathered((*times, device, own.timer.stall))
-    walls, hosts, devices, stalls = zip(*every)
-    own.timer.stall = max(stalls)  # else the ranks would wait for the longest
-    own.samples.append(Sample(max(walls), max(hosts), min(devices)))
-    return None
 
 
 def allocated(device: torch.device) -> int:
@@ -281,17 +182,7 @@ def solve(contest: Contest, ranks: Ranks, seconds: float, deadline: float) -> It
             taken = time.monotonic() - began
             print(f"  {entry.name} {entry.unit}: {taken:.1f} s to begin", flush=True)
         yield state
-    began = time.monotonic()
-    for n in range(MOST_ROUNDS):
-        now = time.monotonic()
-        enough = n >= FEWEST_ROUNDS and now - began > seconds
-        if ranks.decided(enough or (n > 0 and now > deadline)):
-            break
-        for entry, own in [*contestants.items()]:
-            error = sample(own, ranks)
-            if error is not None:
-                failures[entry] = error
-                del contestants[entry]
+    for _ in rounds(contestants, failures, ranks, seconds, deadline):
         yield state
 
 
@@ -301,9 +192,3 @@ def warm_up(device: torch.device) -> None:
             for _ in range(2))  # fmt: skip
     for _ in range(2):
         (a @ b).sum().backward()
-
-
-def clear(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

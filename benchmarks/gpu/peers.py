@@ -86,10 +86,11 @@ def load_cudnn() -> None:
     It would load that of the system. With two of them in a process torch's attention falls back to
     a kernel that takes twice as long, for everybody but Transformer Engine.
     """
-    if installed(TE):
-        with contextlib.suppress(ImportError, OSError):  # then its rows say so
-            _load_cudnn_of_torch()
-            importlib.import_module("transformer_engine.pytorch")
+    package = PEERS[TE].found.partition(".")[0]
+    if torch.cuda.is_available() and importlib.util.find_spec(package) is not None:
+        with contextlib.suppress(ImportError, OSError):
+            _load_cudnn_of_torch()  # before the import, which loads whichever is not there yet
+        installed(TE)  # or its rows say why not
 
 
 # What Transformer Engine links to, dependencies first: else these come from LD_LIBRARY_PATH.

@@ -24,6 +24,7 @@ TITLES = {
     "replay": "Replayed calls",
     "host": "Host time",
     "distributed": "Several GPUs",
+    "expert_parallel": "Experts on several GPUs",
 }
 MEMORY = {"reserved_bytes": "reserved", "captured_bytes": "captured"}
 
@@ -77,12 +78,7 @@ def cell(row: Row, part: str) -> str:
     if part == "kernels" and row.get("share_of_copy"):
         shares = [row["share_of_copy"], row.get("share_of_equal_copy")]
         extras.append(" / ".join(f"{100 * share:.0f}" for share in shares if share) + "%")
-    if row.get("over_floor") and row["contestant"] != "bare GEMMs":
-        extras.append(f"{row['over_floor']:.2f} x GEMMs")
-    if part in ("small", "distributed") and row.get("speedup"):
-        extras.append(f"{row['speedup']:.2f} x torch")
-    if row.get("over_off") and row["contestant"] != "opfuser":
-        extras.append(f"{row['over_off']:.2f} x off")
+    extras += ratios(row, part)
     for key, what in MEMORY.items() if part in ("small", "replay") else ():
         if row.get(key):
             extras.append(f"{row[key] / 2**20:.0f} MiB {what}")
@@ -99,6 +95,20 @@ def cell(row: Row, part: str) -> str:
     if part.startswith(("blocks", "experts", "model", "hugging_face")) and row.get("saved_bytes"):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
+
+
+def ratios(row: Row, part: str) -> list[str]:
+    """Its ratios to others' times."""
+    found = []
+    if row.get("over_floor") and row["contestant"] != "bare GEMMs":
+        found.append(f"{row['over_floor']:.2f} x GEMMs")
+    if part in ("small", "distributed", "expert_parallel") and row.get("speedup"):
+        found.append(f"{row['speedup']:.2f} x torch")
+    if "efficiency" in row:
+        found.append(f"{row['efficiency']:.2f} of one GPU")
+    if row.get("over_off") and row["contestant"] != "opfuser":
+        found.append(f"{row['over_off']:.2f} x off")
+    return found
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from benchmarks import charts
 from benchmarks.gpu import distributed, distributed_contest, tables
 from benchmarks.gpu.distributed_models import ON_ONE
 from benchmarks.gpu.distributed_setting import COMPILED_BY_UNIT, Contest, Entry, Training
+from benchmarks.gpu.ranks import FEWEST_ROUNDS, Ranks
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -44,7 +45,7 @@ def every_case(rank: int, ranks: int) -> None:
     args.out = Path(os.environ[FOLDER])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FP8 is emulated")
-        distributed.run(args, distributed.Ranks("cpu"))
+        distributed.run(args, Ranks("cpu"))
 
 
 def training(rank: int, weight: nn.Parameter, factor: Callable[[int], float]) -> Training:
@@ -94,7 +95,7 @@ def agreement(rank: int, ranks: int) -> None:
     )
     contest = Contest("weights", {"batch": 3}, ranks, 30, entries)
     deadline = time.monotonic() + distributed_contest.LEFT_TO_COMPILE / 2
-    *_, found = distributed.rows_so_far(contest, distributed.Ranks("cpu"), 0.0, deadline)
+    *_, found = distributed.rows_so_far(contest, Ranks("cpu"), 0.0, deadline)
     failures = {row["contestant"]: row["failure"] for row in found if "failure" in row}
     assert "losses are off by 3 and the norm of the gradients by 3;" in failures.pop("wrong")
     assert "losses are off by nan" in failures.pop("nan later")
@@ -112,7 +113,7 @@ def agreement(rank: int, ranks: int) -> None:
     assert own["losses"][0] == 2.5
     assert own["losses"][1] == pytest.approx(2.5 * (1 - distributed_contest.RATE) ** 2, rel=1e-4)
     assert own["gradient_norm"] == pytest.approx(10 * math.sqrt(2))
-    assert own["samples"] == distributed_contest.FEWEST_ROUNDS
+    assert own["samples"] == FEWEST_ROUNDS
     assert own["speedup"] == pytest.approx(other["median_us"] / own["median_us"])
     assert own["tokens_per_s"] == pytest.approx(30 / own["median_us"] * 1e6)
     gc.collect()

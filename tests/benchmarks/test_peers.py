@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -174,3 +175,29 @@ def test_arguments_are_those_of_the_stand_ins() -> None:
     tuner = peers.attribute("quack.autotuner")
     own = inspect.signature(tuner._bench_cuda_graph_l2_rotate).parameters
     assert {"warmup_target_ms", "n_timed_calls"} <= set(own)
+
+
+def test_cudnn_of_torch_is_loaded_before_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which loads another one else, and torch's attention is slow with two."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "pytorch.py").write_text("from benchmarks.gpu import peers\npeers.told.append(1)\n")
+    told: list[int] = []
+    monkeypatch.setattr(peers, "told", told, raising=False)
+    monkeypatch.setattr(peers, "_load_cudnn_of_torch", lambda: told.append(0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(peers, "lacking", peers.lacking.__wrapped__)
+    monkeypatch.setattr(peers, "attribute", peers.attribute.__wrapped__)
+    peers.load_cudnn()
+    assert told == [0, 1]
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        del sys.modules[name]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    peers.load_cudnn()
+    assert told == [0, 1]

@@ -44,7 +44,7 @@ FORKS = """
 import os, sys, threading, time
 import torch
 import opfuser
-from opfuser import later
+from opfuser.runtime import later
 begun = threading.Event()
 class Slow:
     def find_spec(self, name, path=None, target=None):

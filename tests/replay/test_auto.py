@@ -18,8 +18,7 @@ import opfuser
 from opfuser import torch_internals
 from opfuser.core.fusion import Refusal
 from opfuser.engine.recorded.specialized import Specializations
-from opfuser.engine.replayed import captured, graphs, replay
-from opfuser.engine.replayed import trial
+from opfuser.engine.replayed import captured, graphs, replay, trial
 from opfuser.engine.replayed.decision import (
     Costs,
     Sample,

@@ -37,10 +37,7 @@ from .text import Straight, text_of
 
 # Whose questions about addresses change nothing but what is written to, which is looked at apart,
 # or are asked again before each call.
-_MAY_ASK = (
-    ("opfuser.core.buffer_reuse", "_counts"),
-    ("opfuser.quantization.state", "_current_parts"),
-)
+_ASKING = ("opfuser.core.buffer_reuse", "_counts"), ("opfuser.quantization.state", "_current_parts")
 
 
 class _Known(NamedTuple):
@@ -324,7 +321,7 @@ class Recorder(TorchFunctionMode):
             own = None if known is None or known.name[0] == "t" else known.name
             if own is None and name in functions.PLACE:
                 own = self._name_of_given(t)  # it is a view of that
-            if own is None or _asked_by() in _MAY_ASK:
+            if own is None or _asked_by() in _ASKING:
                 continue  # made on the way, by calls that are repeated
             if name in functions.ASKED:
                 self.answers[own, name] = answer
