@@ -214,9 +214,9 @@ class CompiledCalls:
             self._keep("breaks the graph")
             return None
         call.reading, call.end = False, _last(call.graph)
-        if any(map(_varies, _between(call.graph, call.start, call.end))):
-            self._keep("reads a number that varies")
-            return None
+        for node in _between(call.graph, call.start, call.end):
+            for number in filter(_is_number, node.all_input_nodes):
+                _fix(number.meta.get("example_value"))
         _now.call = call
         decision, module = call.decision, self.module()
         assert decision.built is not None
@@ -281,20 +281,24 @@ def _remove(graph: Any, last: Any, before: Any) -> None:
             graph.erase_node(node)
 
 
-def _varies(node: Any) -> bool:
-    """Whether a node computes with a number of Python that no guard fixes and no tensor has.
+def _is_number(node: Any) -> bool:
+    """Whether a node is a number of Python that no guard fixes, and no size of a tensor.
 
     Dynamo takes attributes and variables for such numbers once they have changed.
     """
-    return any(map(_is_number, node.all_input_nodes))
-
-
-def _is_number(node: Any) -> bool:
     given = node.meta.get("grapharg")
     if given is None:
-        return node.target == "item" and _varies(node)
+        return node.target == "item" and any(map(_is_number, node.all_input_nodes))
     of_tensor = type(given.source).__name__ == "TensorPropertySource"
     return given.pass_arg_as_tensor or not (of_tensor or isinstance(given.example, Tensor))
+
+
+def _fix(number: Any) -> None:
+    """Has code be traced anew for another number, as what has been read holds this one."""
+    if isinstance(number, torch.SymFloat):
+        number.node.guard_float(__file__, 0)
+    elif isinstance(number, torch.SymInt):
+        number.node.guard_int(__file__, 0)
 
 
 def _decide(args: Any, kwargs: Any) -> None:

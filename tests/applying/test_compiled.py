@@ -318,7 +318,7 @@ def test_numbers_that_dynamo_takes_for_variables(which: str) -> None:
         torch.testing.assert_close(*outputs)
     assert backend.sequences[0] == 1
     if which == "attribute":
-        assert "reads a number that varies, under torch.compile" in str(report(model))
+        assert {*backend.sequences} == {1}
 
 
 def test_gradients_of_variable_sizes() -> None:
