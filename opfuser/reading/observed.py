@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import random
 import re
 import threading
 import types
@@ -374,7 +375,15 @@ class _Plain:
     """Has attributes alone."""
 
 
-_OTHERS_WITH_ATTRIBUTES_ALONE = types.SimpleNamespace, threading.local, staticmethod, classmethod
+# Of generators, what they draw is noted where they do.
+_OTHERS_WITH_ATTRIBUTES_ALONE = (
+    types.SimpleNamespace,
+    threading.local,
+    staticmethod,
+    classmethod,
+    random.Random,
+    *random.Random.__mro__[1:-1],
+)
 
 
 def _has_attributes_alone(kind: type) -> bool:
