@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import io
 import logging
+import random
 import re
 import threading
 import types
@@ -375,10 +377,14 @@ class _Plain:
 
 
 _OTHERS_WITH_ATTRIBUTES_ALONE = types.SimpleNamespace, threading.local, staticmethod, classmethod
+# What these do is noted when they are called.
+_NOTED_WHEN_CALLED = random.Random, io.IOBase
 
 
 def _has_attributes_alone(kind: type) -> bool:
     """Whether all that objects of a type hold is what ``vars`` returns: no slots, no part in C."""
+    if issubclass(kind, _NOTED_WHEN_CALLED):
+        return True
     for c in kind.__mro__:
         members = (n for n, d in vars(c).items() if isinstance(d, types.MemberDescriptorType))
         if not all(name.startswith("__") for name in members):
