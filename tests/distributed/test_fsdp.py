@@ -356,6 +356,9 @@ def writes_to_shards(rank: int, ranks: int) -> None:
             write()
         with pytest.raises(MasterWeightError, match=name):
             optimizer.step()
+            if weight.is_cuda:  # the host has learned of it by the next step
+                torch.cuda.synchronize()
+                optimizer.step()
         optimizer.read_parameters()
         optimizer.step()
 
