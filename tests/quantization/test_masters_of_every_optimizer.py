@@ -211,8 +211,23 @@ def assert_continues(exact: Any, *others: Any) -> None:
             torch.testing.assert_close(state[number], kept, rtol=0, atol=0)
 
 
+def takes_groups_later(make: Any) -> bool:
+    """Whether torch's own does: before 2.13, Adagrad has no state for what comes later."""
+    p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = make([p])
+    optimizer.add_param_group({"params": [q]})
+    p.grad = q.grad = torch.ones(2)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
 @each_kind
 def test_add_param_group(case: str, fp8: bool) -> None:
+    if not takes_groups_later(CASES[case]):
+        pytest.skip("torch's own optimizer takes no parameters later")
     seq = model(fp8)
     params = list(seq.parameters())
     hand = ByHand(seq, CASES[case], [([1, 2], {})])
