@@ -20,7 +20,7 @@ def hint(size: int) -> int:
         return size
     shapes = sys.modules["torch.fx.experimental.symbolic_shapes"]  # heavy, and there by now
     # The first name is that of later versions than torch 2.11.
-    known = getattr(shapes, "optimization_hint", None) or shapes.hint_int
+    known = getattr(shapes, "optimization_hint", None) or shapes.size_hint
     return int(known(size, fallback=1))
 
 

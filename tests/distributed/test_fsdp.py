@@ -350,15 +350,19 @@ def writes_to_shards(rank: int, ranks: int) -> None:
         lambda: weight.data.mul_(2),
         lambda: weight.to_local().data.mul_(2),
     ]
+
+    def notice() -> None:
+        optimizer.step()
+        if weight.is_cuda:  # the host has learned of some by the next step
+            torch.cuda.synchronize()
+            optimizer.step()
+
     for n, write in enumerate(writes):
         step_of(model, optimizer, rank, n)
         with torch.no_grad():
             write()
         with pytest.raises(MasterWeightError, match=name):
-            optimizer.step()
-            if weight.is_cuda:  # the host has learned of it by the next step
-                torch.cuda.synchronize()
-                optimizer.step()
+            notice()
         optimizer.read_parameters()
         optimizer.step()
 

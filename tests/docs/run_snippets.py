@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ import opfuser.testing  # noqa: F401
 def run(snippet: Path, folder: Path) -> int:
     """Runs one snippet as a program would; returns its exit status."""
     torch.manual_seed(0)  # as the tests have it; a snippet does not show a seed
+    # Of torch 2.11 about its own default.
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
     with (folder / f"{snippet.stem}.txt").open("w", encoding="utf-8") as out:
         sys.stdout = sys.stderr = out
         sys.argv, sys.path[0] = [str(snippet)], str(snippet.parent)

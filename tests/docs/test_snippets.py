@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import opfuser
 from docs import write_snippets
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 SNIPPETS = write_snippets.SNIPPETS
 FILES = sorted(SNIPPETS.glob("*.py"))
 OUTPUTS = sorted(SNIPPETS.glob("*.txt"))
+BEFORE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("snippet", FILES, ids=lambda path: path.stem)
 def test_snippet_runs_and_prints_what_is_shown(snippet: Path, outputs: Path) -> None:
     printed = (outputs / f"{snippet.stem}.txt").read_text("utf-8")
+    if snippet.stem == "pipeline" and "Pair is not connected" in printed and BEFORE_2_13:
+        pytest.skip("torch's schedules send to their own rank, which gloo refuses there")
     assert (outputs / f"{snippet.stem}.status").read_text("utf-8") == "0", printed
     shown = snippet.with_suffix(".txt")
     if shown in OUTPUTS:
