@@ -163,10 +163,12 @@ def _read_in_all_modes(module: nn.Module, call: ExampleCall) -> Reading:
     x = call.tensors[reading.input]
     # Attention takes three dimensions.
     ranks = [] if any(isinstance(op, Attention) for op in operations_in(reading)) else [2, 3, 4]
-    shapes = [(rank, x.shape[-1]) for rank in ranks if rank != x.dim()]
-    shapes += [(x.dim(), 2 * x.shape[-1])] if x.is_floating_point() else []
-    for rank, width in shapes:
-        other = call.of(module, reading.input, rank, width)
+    shapes = [(rank, x.shape[-1], False) for rank in ranks if rank != x.dim()]
+    # A dimension of one entry can be dropped by a module that takes no others there.
+    shapes += [(rank, x.shape[-1], True) for rank in ranks if rank > 2]
+    shapes += [(x.dim(), 2 * x.shape[-1], False)] if x.is_floating_point() else []
+    for rank, width, single in shapes:
+        other = call.of(module, reading.input, rank, width, single=single)
         try:
             traced = _traced(module, other)
         except KeptError:  # what the module does not take

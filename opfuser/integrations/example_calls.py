@@ -42,16 +42,21 @@ class ExampleCall(NamedTuple):
         map_leaves(lambda x: found.append(x) if isinstance(x, Tensor) else None, tuple(self))
         return found
 
-    def of(self, module: nn.Module, number: int, rank: int, width: int) -> ExampleCall:
+    def of(
+        self, module: nn.Module, number: int, rank: int, width: int, *, single: bool = False
+    ) -> ExampleCall:
         """The call with a tensor of other sizes in place of one.
 
         Args:
             number: of the tensor.
             rank: of the other one.
             width: its last dimension, unless it holds integers.
+            single: whether dimensions between the first and the last one have one entry.
         """
         x = self.tensors[number]
         rows = _sizes(module, rank)
+        if single:
+            rows[1:-1] = [1] * (rank - 2)
         y = _like(x, rows if _is_integral(x) else (*rows[:-1], width))
         return ExampleCall(*map_leaves(lambda leaf: y if leaf is x else leaf, tuple(self)))
 

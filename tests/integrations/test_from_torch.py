@@ -534,6 +534,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Computes(lambda m, x: m.square(x if x.dim() == 3 else 2 * x)),
         "computes something else of 11 x 8 entries",
     ),
+    "a dimension of one entry": (
+        lambda: nn.Sequential(nn.Flatten(1), nn.Linear(WIDTH, 4)), "returns another dtype or shape",
+    ),
+    "a dimension of one entry that is dropped": (
+        lambda: Computes(lambda m, x: m.square(x.squeeze(-2))), "another dtype or shape",
+    ),
     "width": (
         lambda: Computes(lambda m, x: x * x.shape[-1]), "something else of 11 x 13 x 16 entries",
     ),
