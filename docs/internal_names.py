@@ -26,8 +26,8 @@ INTERNAL = {
     "opfuser.core.fusion.QuantizedEdge": "behind",
     "opfuser.core.fusion.Requires": "missing",
     "opfuser.registry.configuration.FusionConfig": "by_fusion followed_by globs names",
-    "opfuser.compound.linear.Linear": "pattern_parts",
-    "opfuser.compound.merged_linear.MergedLinear": "own_forward pattern_parts",
+    "opfuser.linear.Linear": "pattern_parts",
+    "opfuser.merged_linear.MergedLinear": "own_forward pattern_parts",
     "opfuser.op.BasicOperation": "share_parameters_with",
     "opfuser.core.op_base.basic.BasicOperation": (
         "check_keywords gemm_choices parameter_slots plan_note quantized_refusal"

@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # what is loaded when it is used: operations, modules, and wh
     from .attention.rope import RopeScaling
     from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
     from .basic.lora_linear import LoRAAdapter
-    from .compound.linear import Linear
-    from .compound.merged_linear import MergedLinear
     from .engine.plan import FusionRecord, Plan, Step
     from .engine.replayed.options import replay
     from .engine.routing import PrivateChannel
@@ -40,12 +38,14 @@ if TYPE_CHECKING:  # what is loaded when it is used: operations, modules, and wh
     from .fuser import OperationFuser
     from .integrations.conversion import from_torch
     from .integrations.torch_nn import to_torch
+    from .linear import Linear
+    from .merged_linear import MergedLinear
     from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
     from .quantization.recipe_state import init_recipe_state
     from .quantization.region import autocast, fp8_autocast, keep_quantized_weights
     from .quantization.watch import QuantizationRecord, watch_quantization
     from .quantization.weights import fp8_model_init, quantized_model_init
-    from .sequence.sequential import Residual, Sequential
+    from .sequential import Residual, Sequential
 
 __version__ = "0.1.0"
 
@@ -116,8 +116,8 @@ _LATER = by_name(
         "attention.cache": "KVCache",
         "attention.rope": "RopeScaling",
         "basic.lora_linear": "LoRAAdapter",
-        "compound.linear": "Linear",
-        "compound.merged_linear": "MergedLinear",
+        "linear": "Linear",
+        "merged_linear": "MergedLinear",
         "engine.plan": "FusionRecord Plan Step",
         "engine.replayed.options": "replay",
         "engine.routing": "PrivateChannel",
@@ -131,7 +131,7 @@ _LATER = by_name(
         "quantization.region": "autocast fp8_autocast keep_quantized_weights",
         "quantization.watch": "QuantizationRecord watch_quantization",
         "quantization.weights": "fp8_model_init quantized_model_init",
-        "sequence.sequential": "Residual Sequential",
+        "sequential": "Residual Sequential",
     }
 )
 

@@ -24,7 +24,7 @@ from .basic.gated_activation import (
     SReGLU,
     SwiGLU,
 )
-from .compound.linear import Linear
+from .linear import Linear
 from .op import BasicOperation, FusibleOperation
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from .basic._master import Pair, WriteDetector
 from .basic._whole_gradient import WholeGradient
 from .basic.basic_linear import BasicLinear
-from .compound.linear import Linear
 from .errors import ArgumentError, MasterWeightError, NotSupportedError
+from .linear import Linear
 from .quantization.weights import is_fp8, take_initial_value
 
 __all__ = ["MasterWeights"]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compound.merged_linear import MergedLinear
 from ..core.context import autocast_dtype
 from ..errors import ArgumentError
+from ..merged_linear import MergedLinear
 from ..quantization.region import autocast
 from ..quantization.weights import quantized_model_init
 from ..reading.built import Built

@@ -28,7 +28,7 @@ from ..reading.call_key import is_plain
 from ..reading.construction import build
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Linear, Reading
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,7 +15,7 @@ from ..errors import ArgumentError, MissingFusionError, UnknownFusionError, choo
 from ..fuser import OperationFuser
 from ..op import FusibleOperation
 from ..registry import registry
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .folding import joined_paths
 from .reasons import rules_of
 

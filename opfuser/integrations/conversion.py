@@ -33,7 +33,7 @@ from ..reading.operations import (
     Rows,
 )
 from ..reading.tracer import Trace, trace
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .example_calls import Arguments, Example, ExampleCall, calls_made, given_call, needs_example
 
 _APPLY = "opfuser.apply(model) has sequences compute those of its parts that are"

@@ -14,7 +14,7 @@ from ..core.change_tracking import replaces_forward
 from ..counterparts import LAYERS
 from ..errors import ArgumentTypeError, NotSupportedError
 from ..op import FusedOperation, FusibleOperation
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 
 # Of each operation with a counterpart in torch: that.
 _COUNTERPARTS: dict[type[nn.Module], type[nn.Module]] = {

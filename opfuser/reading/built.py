@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import basic
 from ..quantization.operation_state import keep_state_in
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .layer_cache import LayerCache
 from .made import Maker
 from .operations import Attention, Made, Mask, Reading, Rotary, Rows

@@ -11,11 +11,11 @@ from torch import nn
 
 from .. import basic
 from ..basic.lora_linear import LoRAAdapter
-from ..compound.linear import Linear
-from ..compound.merged_linear import MergedLinear
 from ..counterparts import ACTIVATIONS, GATED
 from ..engine.routing import PrivateChannel
-from ..sequence.sequential import Residual, Sequential
+from ..linear import Linear
+from ..merged_linear import MergedLinear
+from ..sequential import Residual, Sequential
 from . import dataflow
 from . import operations as read
 from .activations import FORMULAS

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import OpfuserError, TargetError, counted
 from ..hf import apply
 from ..integrations.conversion import from_torch
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .target import Target, moved, plans
 
 _T = TypeVar("_T")

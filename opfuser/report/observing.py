@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..engine.plan import Plan
 from ..errors import ArgumentTypeError
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from ..torch_internals import modules_called_by
 
 

@@ -35,7 +35,7 @@ from ..engine.plan import Plan, Step
 from ..engine.program import Program
 from ..engine.recorded.functions import tensors_in
 from ..errors import TargetError
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from ..torch_internals import memory_of, storage_address
 from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed

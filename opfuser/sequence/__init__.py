@@ -1,1 +1,1 @@
-"""``Sequential``: its modules, their groups, and what is routed between them."""
+"""What a ``Sequential`` is made of: modules, their groups, and routes between them."""

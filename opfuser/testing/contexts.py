@@ -20,7 +20,7 @@ from ..engine.routing import Slot
 from ..errors import counted
 from ..fuser import OperationFuser
 from ..registry import disable, enable, registry
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .calls import Outcome, Untouched, ask_for_gradients, checked_results, fail
 from .compare import Comparison, Tolerance, cast, parameters_of
 from .variants import Variant, lay_out

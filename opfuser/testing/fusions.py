@@ -16,7 +16,7 @@ from ..engine.recorded.recordable import unrecorded
 from ..errors import ArgumentError, UnknownFusionError, choose_among
 from ..fuser import OperationFuser
 from ..registry import FusionHandle, registry
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .calls import Subject, named_inputs
 from .compare import Reference, Tolerance, cast, each_dtype, parameters_of
 from .contexts import check_saved_by, only

@@ -10,7 +10,7 @@ from ..core.fusion import Stage
 from ..engine.plan import FusionRecord, Plan
 from ..errors import ArgumentError, choose_among, counted, explain
 from ..explain.expectations import Counts, compared, last_plans, occurrences, reasons
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 
 
 def assert_fused(

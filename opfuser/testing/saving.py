@@ -13,7 +13,7 @@ from ..engine.plan import Step
 from ..errors import counted, explain
 from ..reading.dataflow import tensors_in
 from ..registry import FusionHandle
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .calls import ERRORS, fail
 from .contexts import Filled, fill, name_of
 from .protocol import check_grad, mixed_dtypes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..basic.identity import Identity
 from ..op import OperationContext
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .calls import ERRORS, Outcome, Subject, call
 from .changes import NUMBERS, assign, attributes, change_parameters, other, replace_parameters
 from .compare import Comparison, cast, failed, loosely

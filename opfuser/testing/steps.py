@@ -14,7 +14,7 @@ from ..engine.emission import step_name
 from ..engine.plan import Plan, Step
 from ..engine.routing import Slot
 from ..op import FusibleOperation, OperationContext
-from ..sequence.sequential import Sequential
+from ..sequential import Sequential
 from .calls import ERRORS, Subject, in_mode, seeded
 from .changes import changed
 from .compare import Tolerance, deviation, precision

@@ -124,10 +124,10 @@ FAULTS: dict[str, Fault] = {
         "op", "strided tensors",
         compute=lambda op, ctx, x: op.right(x.as_strided(x.shape, (x.shape[-1], 1))),
     ),
-    # What may not be written to.
+    # What may not be written to. A write that torch counts is an error of the call itself.
     "writes to the input": Fault(
         "op forward joint", "The input belongs to the caller and may not be written to",
-        compute=lambda op, ctx, x: writes(x.detach(), op.right(x)),
+        compute=lambda op, ctx, x: writes(x.data, op.right(x)),
     ),
     "writes to a parameter": Fault(
         "op forward joint", r"The parameter (w|0\.weight) belongs to the caller",
@@ -139,7 +139,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "a gradient computed in place": Fault(
         "op backward", "The gradient of the output belongs to the caller|is wrong",
-        grads=lambda op, dx, dw, x, dy: (writes(dy, dx), dw) if dy.is_contiguous() else (dx, dw),
+        grads=lambda op, dx, dw, x, dy: (
+            (writes(dy.data, dx), dw) if dy.is_contiguous() else (dx, dw)
+        ),
     ),
     "writes to what was saved": Fault(
         "op joint", r"second backward \(retain_graph=True\) must give the same gradients",
@@ -444,7 +446,7 @@ FAULTS: dict[str, Fault] = {
     "writes to the extra input": Fault(
         "extras", "The extra input 0 belongs to the caller",
         fuser_forward=lambda op, ctxs, x, *, basic_op_extra_inputs, **kwargs: writes(
-            basic_op_extra_inputs[0][0].detach(),
+            basic_op_extra_inputs[0][0].data,
             Mixed.fuser_forward(
                 op, ctxs, x, basic_op_extra_inputs=basic_op_extra_inputs, **kwargs
             ),

@@ -251,7 +251,7 @@ NOT_RUN = "Code beside a configuration is not run: build the model in a function
             {"hidden_sizes": [8, 8], "embedding_size": 8, "depths": [1, 1]},
             "opfuser.hf.apply replaces nothing in this model (hf:resnet --config settings.json).",
         ),
-        (["hf:llama", "--input", "2x8x3"], None, "opfuser: The model has to run with inputs (2, 8"),
+        (["hf:llama", "--input", "2x8x3"], None, "opfuser: The model has to run with inputs (2"),
         (["tests.cli.models:mlp"], {}, "is a configuration of a model of transformers. Received:"),
     ],
 )  # fmt: skip

@@ -301,7 +301,7 @@ def test_zeros_have_the_shape_of_the_output(fusion: Any, behind: tuple[Any, ...]
     (at, why), *_ = record.refusals
     assert (record.status, at) == ("refused", 0)
     assert str(why) == (
-        f"EXTRA_OUTPUT_USED: Tap has an extra output, and {type(seq[-1]).__name__} behind it may "
+        f"EXTRA_OUTPUT_USED: Tap has an extra output, and {type(seq[-1]).__name__} after it may "
         "return no gradient: zeros have the shape of an output hidden here"
     )
 

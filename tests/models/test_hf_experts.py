@@ -199,8 +199,14 @@ def test_what_cannot_be_expressed_is_refused(family: str, change: Any, text: str
     ("change", "text"),
     [
         ({"moe": replace(MOE, dim=16)}, r"^moe\.dim must be dim \(DecoderConfig\).*, dim=24\."),
-        ({"moe_layers": (0,)}, r"must go with moe .*Received: moe=None, moe_layers=\(0,\)"),
-        ({"router_aux_loss_coef": 0.1}, r"must go with moe .*router_aux_loss_coef=0\.1\."),
+        (
+            {"moe_layers": (0,)},
+            r"Fields about experts need moe .*Received: moe=None, moe_layers=\(0,\)",
+        ),
+        (
+            {"router_aux_loss_coef": 0.1},
+            r"Fields about experts need moe .*router_aux_loss_coef=0\.1\.",
+        ),
         ({"moe": MOE, "moe_layers": (0, 2)}, r"numbers of layers .*=\(0, 2\), num_layers=2\."),
     ],
     ids=str,

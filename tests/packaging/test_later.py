@@ -48,7 +48,7 @@ from opfuser.runtime import later
 begun = threading.Event()
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "opfuser.sequence.sequential":
+        if name == "opfuser.sequential":
             begun.set()
             time.sleep(1)
 sys.meta_path.insert(0, Slow())

@@ -16,7 +16,7 @@ from ... import __version__
 from ...core.fusion import Refusal
 from ...errors import TargetError
 from ...registry import fusions
-from ...sequence.sequential import Sequential
+from ...sequential import Sequential
 from ..inputs import as_text
 from ..target import Target, failed
 from . import segments
@@ -228,7 +228,7 @@ def _dropping(ops: tuple[str, ...]) -> str:
 
 
 def _registered(name: str) -> tuple[str, Existing]:
-    """Who has a fusion, and what a look-up says of it."""
+    """The origin of a fusion, and what a look-up says of it."""
     ours = next(info.origin for info in fusions() if info.name == name) == "opfuser"
     page = "docs/reference/fusions.md" if ours else "registered here"
     found = Existing("found", (f"fusion {name} ({page}; importable here)",))

@@ -13,7 +13,7 @@ from ...core.fusion import Stage
 from ...engine.plan import Plan
 from ...errors import OpfuserError
 from ...op import BasicOperation, FusedOperation
-from ...sequence.sequential import Sequential
+from ...sequential import Sequential
 from .estimates import like
 from .finding import Found
 from .operations import GATED, operation

@@ -14,7 +14,7 @@ from ...basic import AddExtraInput, MakeExtraOutput
 from ...core.op_base import BasicOperation
 from ...errors import TargetError
 from ...registry import disable, enable, fusions
-from ...sequence.sequential import Sequential
+from ...sequential import Sequential
 from ..kernel_counts import size_of
 from ..target import Target
 from ..traffic import ModelTraffic, model_traffic

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ... import basic
-from ...compound.linear import Linear
-from ...compound.merged_linear import MergedLinear
 from ...counterparts import ACTIVATIONS
+from ...linear import Linear
+from ...merged_linear import MergedLinear
 from ..target import moved
 from .finding import Found
 from .tracing import facts_of

@@ -11,7 +11,7 @@ from torch import fx, nn
 from ...applying import Report, report
 from ...applying.forwards import is_applied
 from ...applying.reports import is_below
-from ...compound.merged_linear import MergedLinear
+from ...merged_linear import MergedLinear
 from ...op import FusibleOperation
 from ..conversion import CONVERSIONS
 from ..kernel_counts import counting

@@ -23,7 +23,7 @@ from ...explain.reasons import rules_of
 from ...integrations.conversion import from_torch
 from ...registry import disable, enable, registry
 from ...sequence.plain_modules import replacement
-from ...sequence.sequential import Sequential
+from ...sequential import Sequential
 from ..observing import SequenceCall
 from ..target import moved
 from .estimates import Cost, of_sequence, segment, unfused

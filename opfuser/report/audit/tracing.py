@@ -18,7 +18,7 @@ from ...applying.deferred import Deferred
 from ...engine.recorded.functions import is_in_place, tensors_in
 from ...op import FusibleOperation
 from ...sequence.plain_modules import replacement
-from ...sequence.sequential import Sequential
+from ...sequential import Sequential
 from ...torch_internals import memory_of
 from ..observing import SequenceCall, calls_seen, observed
 

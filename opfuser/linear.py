@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..basic.all_reduce import AllReduce
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
-from ..basic.reduce_scatter import ReduceScatter
-from ..core.fusion import Optional
-from ..distributed.collectives import shard_linear
-from ..errors import ArgumentError
-from ..op import BasicOperation
-from ..quantization.weights import WeightFormat, stored_in
-from .base import LinearCompound
+from .basic._linear_compound import LinearCompound
+from .basic.all_reduce import AllReduce
+from .basic.basic_linear import BasicLinear
+from .basic.bias import Bias
+from .basic.reduce_scatter import ReduceScatter
+from .core.fusion import Optional
+from .distributed.collectives import shard_linear
+from .errors import ArgumentError
+from .op import BasicOperation
+from .quantization.weights import WeightFormat, stored_in
 
 
 class Linear(LinearCompound):

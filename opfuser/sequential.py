@@ -13,28 +13,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..basic import AddExtraInput, MakeExtraOutput
-from ..core.change_tracking import DERIVED, Clock, has_hooks, is_compiled, replaces_forward
-from ..core.traced_calls import ModulesInside
-from ..engine.autograd import Kwargs
-from ..engine.plan import Plan, Planned
-from ..engine.replayed.options import check_mode
-from ..engine.routing import CLOSED, Channels, PrivateChannel, Routes, wrong_count
-from ..errors import ArgumentTypeError, ConfigError
-from ..events.kinds import PlanInvalidated
-from ..fuser import OperationFuser, call_traced
-from ..quantization.recipe_state import init_recipe_state
-from ..quantization.region import active_recipe, check_recipe, region, region_of_call
-from ..recipe import Recipe
-from ..registry import registry
-from ..registry.configuration import FusionConfig
-from ..torch_internals import constant_result
-from .groups import Group, call, make_groups, own_channels, stretches, tell_regrouped
-from .joined import join_plans, plan_groups
-from .keywords import resolve_op_kwargs
-from .module_sequence import Facts, ModuleSequence, flatten
-from .placement import module_at, paths_of, place_operations, standing
-from .tied_parameters import load_as_one, tie, tied_places
+from .basic import AddExtraInput, MakeExtraOutput
+from .core.change_tracking import DERIVED, Clock, has_hooks, is_compiled, replaces_forward
+from .core.traced_calls import ModulesInside
+from .engine.autograd import Kwargs
+from .engine.plan import Plan, Planned
+from .engine.replayed.options import check_mode
+from .engine.routing import CLOSED, Channels, PrivateChannel, Routes, wrong_count
+from .errors import ArgumentTypeError, ConfigError
+from .events.kinds import PlanInvalidated
+from .fuser import OperationFuser, call_traced
+from .quantization.recipe_state import init_recipe_state
+from .quantization.region import active_recipe, check_recipe, region, region_of_call
+from .recipe import Recipe
+from .registry import registry
+from .registry.configuration import FusionConfig
+from .sequence.groups import Group, call, make_groups, own_channels, stretches, tell_regrouped
+from .sequence.joined import join_plans, plan_groups
+from .sequence.keywords import resolve_op_kwargs
+from .sequence.module_sequence import Facts, ModuleSequence, flatten
+from .sequence.placement import module_at, paths_of, place_operations, standing
+from .sequence.tied_parameters import load_as_one, tie, tied_places
+from .torch_internals import constant_result
 
 # What is derived from the modules of a Sequential, before that is done.
 _UNRESOLVED: dict[str, Any] = {

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import gemm
-from ..basic._projections import Projection, refusal
-from ..basic.merged_linear import BasicMergedLinear, MergedBias
-from ..core.context import COMPUTE_DTYPES
-from ..core.fusion import Optional
-from ..distributed.collectives import LinearSharding, shard_linear
-from ..errors import ArgumentError, NotSupportedError
-from ..torch_internals import memory_of
-from .base import LinearCompound
+from . import gemm
+from .basic._linear_compound import LinearCompound
+from .basic._projections import Projection, refusal
+from .basic.merged_linear import BasicMergedLinear, MergedBias
+from .core.context import COMPUTE_DTYPES
+from .core.fusion import Optional
+from .distributed.collectives import LinearSharding, shard_linear
+from .errors import ArgumentError, NotSupportedError
+from .torch_internals import memory_of
 
 
 class MergedLinear(LinearCompound):

@@ -1,1 +1,0 @@
-"""Operations without kernels that stand for basic operations."""
