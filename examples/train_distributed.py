@@ -104,6 +104,7 @@ class DistributedTrainer(Trainer):
         with self.autocast():
             pass
         super().save()
+        dist.barrier()  # none loads it, or ends, before the first one has written it
 
     def loss(self, batch: Batch) -> Tensor:
         with self.autocast():
