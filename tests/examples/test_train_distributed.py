@@ -266,7 +266,7 @@ def test_run_continues_on_fewer_processes_after_a_node_was_lost(
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     agents = []
     for host in ("true", "false"):
-        conf = f"--rdzv-conf=is_host={host},last_call_timeout=2,keep_alive_interval=2"
+        conf = f"--rdzv-conf=is_host={host},last_call_timeout=2"
         of_run = [str(script), str(EXAMPLES), f"--runs={folder}", "--name=lost", *SMALL]
         command = [sys.executable, *torchrun, *end, conf, *of_run]
         agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
