@@ -15,14 +15,12 @@ GPU by itself. One process without torchrun takes the latter, or cases that ``--
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import timing
 from benchmarks.gpu import peers
@@ -30,8 +28,7 @@ from benchmarks.gpu.distributed_contest import Contestant, State, solve, warm_up
 from benchmarks.gpu.distributed_models import CASES, ON_ONE
 from benchmarks.gpu.distributed_setting import Contest, Setting
 from benchmarks.gpu.problem import STEP, Row
-from benchmarks.gpu.ranks import IN_A_ROW, Ranks, clear, start
-from benchmarks.machine import machine
+from benchmarks.gpu.ranks import Document, Ranks, clear, in_group, times
 
 PART = "distributed"
 BUDGET = 170.0  # seconds of a run
@@ -94,30 +91,21 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Measures the chosen cases; the first rank keeps the file up to date."""
     deadline = time.monotonic() + args.budget
     setting = Setting(ranks.device, args.layers, not args.no_compile)
-    document: dict[str, Any] = {
-        "part": PART,
-        "machine": {**machine(), "ranks": ranks.world},
-        "seconds": args.seconds,
-        "in_a_row": IN_A_ROW,
-        "rows": [],
-    }
+    document = Document(PART, args.out, args.seconds, ranks)
     warm_up(ranks.device)
     for case in chosen(args.only, ranks):
-        before = document["rows"]
+        before = document.content["rows"]
         began = time.monotonic()
         found: list[Row] = []
         for found in rows_so_far(CASES[case](setting), ranks, args.seconds, deadline):
-            document["rows"] = before + found
-            if ranks.rank == 0:
-                text = json.dumps(document, indent=1) + "\n"
-                (args.out / f"{PART}.json").write_text(text)
+            document.keep(before + found)
         torch.compiler.reset()
         clear(ranks.device)
         if ranks.rank == 0:
             for row in found:
                 print(line(row), flush=True)
             print(f"{case}: {time.monotonic() - began:.0f} s", flush=True)
-    return document
+    return document.content
 
 
 def rows_so_far(
@@ -138,9 +126,7 @@ def line(row: Row) -> str:
     start = f"{row['case']:<24}{size:<28}{row['contestant']:<30}"
     if "failure" in row:
         return start + row["failure"]
-    low, high = (time * 1e-3 for time in row["quartiles_us"])
-    text = f"{start}{row['median_us'] * 1e-3:>9.2f} ms{f'({low:.2f} - {high:.2f})':>20}"
-    text += f"  device {row['device_us'] * 1e-3:.2f}, host {row['host_us'] * 1e-3:.2f} ms"
+    text = start + times(row)
     text += f", {row['host_us_per_unit']:.0f} us per unit"
     if row["peak_bytes"] is not None:
         text += f"  {row['peak_bytes'] / 2**30:.2f} GiB"
@@ -167,16 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         print("The benchmark on several GPUs was not run: there is no CUDA device.")
         return
     peers.load_cudnn()
-    start(args.device)
-    try:
-        ranks = Ranks(args.device)
-        if ranks.rank == 0:
-            args.out.mkdir(parents=True, exist_ok=True)
-            about = {**machine(), "ranks": ranks.world}
-            print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-        run(args, ranks)
-    finally:
-        dist.destroy_process_group()
+    in_group(args, run)
 
 
 if __name__ == "__main__":

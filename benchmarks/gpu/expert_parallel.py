@@ -15,14 +15,12 @@ the rows of a forward or of a step, sent in equal parts.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import opfuser
@@ -43,9 +41,17 @@ from benchmarks.gpu.expert_parallel_layers import (
 from benchmarks.gpu.experts import Size, host_waits, with_flops
 from benchmarks.gpu.passes import ready
 from benchmarks.gpu.problem import REFERENCE, STEP, Options, Problem, Row
-from benchmarks.gpu.ranks import IN_A_ROW, Ranks, Timed, clear, rounds, sample, start
+from benchmarks.gpu.ranks import (
+    Document,
+    Ranks,
+    Timed,
+    clear,
+    in_group,
+    rounds,
+    sample,
+    times,
+)
 from benchmarks.gpu.run import named_number
-from benchmarks.machine import machine
 
 PART = "expert_parallel"
 BUDGET = 400.0  # seconds of a run
@@ -168,13 +174,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     deadline = time.monotonic() + args.budget
     without = tuple(args.without)
     options = Options(ranks.device, seconds=args.seconds, deadline=deadline, without=without)
-    document: dict[str, Any] = {
-        "part": PART,
-        "machine": {**machine(), "ranks": ranks.world},
-        "seconds": args.seconds,
-        "in_a_row": IN_A_ROW,
-        "rows": [],
-    }
+    document = Document(PART, args.out, args.seconds, ranks)
     warm_up(ranks.device)
     wanted = dict(args.size)
     for size in [TINY_SIZE] if options.tiny else SIZES:
@@ -182,17 +182,14 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             continue
         if not ranks.decided(options.tiny or deadline - time.monotonic() > LEFT_TO_BEGIN):
             break
-        before, label = document["rows"], labels(size, options, ranks)
+        before, label = document.content["rows"], labels(size, options, ranks)
         for found in measured(size, options, ranks):
-            document["rows"] = before + [labelled(row, label) for row in found]
-            if ranks.rank == 0:
-                text = json.dumps(document, indent=1) + "\n"
-                (args.out / f"{PART}.json").write_text(text)
+            document.keep(before + [labelled(row, label) for row in found])
         clear(ranks.device)
         if ranks.rank == 0:
-            for row in document["rows"][len(before) :]:
+            for row in document.content["rows"][len(before) :]:
                 print(line(row), flush=True)
-    return document
+    return document.content
 
 
 def labels(size: Size, options: Options, ranks: Ranks) -> Row:
@@ -213,9 +210,7 @@ def line(row: Row) -> str:
     start = f"{size:<28}{row['pass']:<9}{row['contestant']:<34}"
     if "failure" in row:
         return start + row["failure"]
-    low, high = (time * 1e-3 for time in row["quartiles_us"])
-    text = f"{start}{row['median_us'] * 1e-3:>9.2f} ms{f'({low:.2f} - {high:.2f})':>20}"
-    text += f"  device {row['device_us'] * 1e-3:.2f}, host {row['host_us'] * 1e-3:.2f} ms"
+    text = start + times(row)
     for key, unit in (
         ("tflops", "TF/s"),
         ("host_waits", "waits"),
@@ -257,17 +252,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("The benchmark on several GPUs was not run: there is no CUDA device.")
         return
-    start(args.device)
-    try:
-        ranks = Ranks(args.device)
-        if ranks.rank == 0:
-            args.out.mkdir(parents=True, exist_ok=True)
-            about = {**machine(), "ranks": ranks.world}
-            print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
-        with opfuser.replay("off"):
-            run(args, ranks)
-    finally:
-        dist.destroy_process_group()
+    with opfuser.replay("off"):
+        in_group(args, run)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import timing
+from benchmarks.machine import machine
 
 TIMEOUT = timedelta(seconds=60)
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 50
@@ -163,3 +167,43 @@ def clear(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+class Document:
+    """The file of a part, which the first rank keeps up to date."""
+
+    def __init__(self, part: str, out: Path, seconds: float, ranks: Ranks) -> None:
+        self.path, self.ranks = out / f"{part}.json", ranks
+        self.content: dict[str, Any] = {
+            "part": part,
+            "machine": {**machine(), "ranks": ranks.world},
+            "seconds": seconds,
+            "in_a_row": IN_A_ROW,
+            "rows": [],
+        }
+
+    def keep(self, rows: list[dict[str, Any]]) -> None:
+        self.content["rows"] = rows
+        if self.ranks.rank == 0:
+            self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def times(row: dict[str, Any]) -> str:
+    """The times of a row, as its line in the terminal shows them."""
+    low, high = (time * 1e-3 for time in row["quartiles_us"])
+    text = f"{row['median_us'] * 1e-3:>9.2f} ms{f'({low:.2f} - {high:.2f})':>20}"
+    return f"{text}  device {row['device_us'] * 1e-3:.2f}, host {row['host_us'] * 1e-3:.2f} ms"
+
+
+def in_group(args: argparse.Namespace, run: Callable[[argparse.Namespace, Ranks], object]) -> None:
+    """Runs a part in a process group on ``args.device``, which is there; writes to ``args.out``."""
+    start(args.device)
+    try:
+        ranks = Ranks(args.device)
+        if ranks.rank == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+            about = {**machine(), "ranks": ranks.world}
+            print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+        run(args, ranks)
+    finally:
+        dist.destroy_process_group()
