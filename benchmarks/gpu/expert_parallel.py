@@ -28,6 +28,7 @@ from benchmarks import timing
 from benchmarks.gpu.distributed_contest import warm_up
 from benchmarks.gpu.expert_parallel_layers import (
     EXCHANGE,
+    IN_TURN,
     ONE_GPU,
     PASSES,
     SIZES,
@@ -161,7 +162,7 @@ def rows(timed: Passes, failures: Failures, about: dict[str, Row]) -> list[Row]:
             **about.get(name, {}),
         }
         # Of the same recipe; a capacity changes what is computed, not what it is to be.
-        plain = name.partition(", capacity")[0]
+        plain = name.partition(", capacity")[0].removesuffix(f", {IN_TURN}")
         for other, key in ((REFERENCE, "speedup"), (f"{plain}, {ONE_GPU}", "efficiency")):
             if name != EXCHANGE and (passed, other) in walls and ONE_GPU not in name:
                 row[key] = walls[passed, other].median / wall.median

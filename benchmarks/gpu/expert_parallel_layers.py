@@ -17,7 +17,16 @@ from torch.nn import functional as F
 
 from benchmarks import timing
 from benchmarks.gpu.contest import distance
-from benchmarks.gpu.experts import MIXTRAL, QWEN, TINY, TOLERANCE, TOLERANCE_FP8, Size, Source
+from benchmarks.gpu.experts import (
+    DEEPSEEK,
+    MIXTRAL,
+    QWEN,
+    TINY,
+    TOLERANCE,
+    TOLERANCE_FP8,
+    Size,
+    Source,
+)
 from benchmarks.gpu.experts import by_hand as on_one_gpu
 from benchmarks.gpu.experts_exact import in_float64
 from benchmarks.gpu.problem import (
@@ -38,15 +47,18 @@ from opfuser.models.parallel import parallelize
 
 CAPACITY = 1.25  # of the mean
 PASSES = "forward", STEP
-OF_EXPERTS = 3  # place of the experts' gradients: behind output, input's and router's
+OF_EXPERTS = slice(3, 5)  # places of the experts' gradients: after output, input's and router's
 ONE_GPU = "one GPU"
 EXCHANGE = "exchange alone"
+IN_TURN = "shared expert in turn"
+SHARED: Size = {**DEEPSEEK, "shared": DEEPSEEK["ffn"]}
 SIZES: tuple[Size, ...] = (
     QWEN,
     MIXTRAL,
     *({**size, "tokens": 8192} for size in (QWEN, MIXTRAL)),
+    SHARED,
 )
-TINY_SIZE: Size = {**TINY, "tokens": 64}
+TINY_SIZE: Size = {**TINY, "tokens": 64, "shared": 64}
 
 
 @dataclass(frozen=True)
@@ -120,30 +132,38 @@ def entries(
 ) -> Mapping[str, Callable[[], Entry]]:
     """Contestants by name, to be made on all ranks together; the first is what others race."""
     ranks, rank, top_k = mesh.size(), mesh.get_local_rank(), size["top_k"]
+    of_shared = list(source.parameters())[3:]
 
     def in_torch() -> Entry:
         parts = [p.detach().chunk(ranks)[rank].clone() for p in (source.gate_up, source.down)]
         gate_up, down = map(nn.Parameter, parts)
-        function: Function = lambda x: by_hand(source.router, gate_up, down, x, top_k)  # noqa: E731
-        return Entry(function, (source.router, gate_up, down))
+
+        def function(x: Tensor) -> Tensor:
+            return by_hand(source.router, gate_up, down, x, top_k) + source.shared(x)
+
+        return Entry(function, (source.router, gate_up, down, *of_shared))
 
     def torch_alone() -> Entry:
         def function(x: Tensor) -> Tensor:
-            return on_one_gpu(source.router, source.gate_up, source.down, x, top_k)
+            y = on_one_gpu(source.router, source.gate_up, source.down, x, top_k)
+            return y + source.shared(x)
 
-        return Entry(function, (source.router, source.gate_up, source.down), alone=True)
+        return Entry(function, tuple(source.parameters()), alone=True)
 
-    def ours(recipe: str | None, factor: float | None, *, alone: bool) -> Entry:
+    def ours(
+        recipe: str | None, factor: float | None, *, alone: bool, overlap: bool = True
+    ) -> Entry:
         names = ("dim", "ffn", "count", "top_k")
         config = MoEConfig(
             *(size[name] for name in names),
+            shared_ffn_dim=size.get("shared", 0),
             capacity_factor=factor,
             device="meta",
             dtype=options.dtype,
         )
         model: Any = share(experts(config), source)
         if not alone:
-            model = parallelize(model, expert_parallel=mesh)
+            model = parallelize(model, expert_parallel=mesh, overlap_shared=overlap)
         parameters = tuple(model.parameters())
         if recipe is not None:
             model = Within(model, region(RECIPES[recipe]))
@@ -156,6 +176,8 @@ def entries(
         found[name] = lambda recipe=recipe: ours(recipe, None, alone=False)
         found[f"{name}, capacity {CAPACITY}"] = lambda r=recipe: ours(r, CAPACITY, alone=False)
         found[f"{name}, {ONE_GPU}"] = lambda recipe=recipe: ours(recipe, None, alone=True)
+    if of_shared:
+        found[f"{OURS}, {IN_TURN}"] = lambda: ours(None, None, alone=False, overlap=False)
     found[f"{REFERENCE}, {ONE_GPU}"] = torch_alone
     return found
 
@@ -190,7 +212,8 @@ class Layer:
         torch.manual_seed(100 + ranks.rank)
         self.inputs = draw(size, options)
         self.alone = in_float64(self.source, top_k, self.inputs)
-        self.together = [*self.alone[:OF_EXPERTS], *map(self._own_part, self.alone[OF_EXPERTS:])]
+        self.together = [*self.alone]
+        self.together[OF_EXPERTS] = map(self._own_part, self.alone[OF_EXPERTS])
         chosen = F.linear(self.inputs.args[0], self.source.router.detach()).topk(top_k).indices
         rows = chosen.flatten().bincount(minlength=size["count"])
         self.fullest = (rows.max() / rows.float().mean()).item()
@@ -208,7 +231,7 @@ class Layer:
             )
         tolerance = TOLERANCE_FP8 if isinstance(entry.function, Within) else TOLERANCE
         found = [local(t) for t in step()]
-        found[OF_EXPERTS:] = [t * entry.gradients for t in found[OF_EXPERTS:]]
+        found[OF_EXPERTS] = [t * entry.gradients for t in found[OF_EXPERTS]]
         error = distance(found, self.alone if entry.alone else self.together)
         if not error <= tolerance:
             raise AssertionError(f"the result is off by {error:.2g}, {tolerance:.2g} is allowed")

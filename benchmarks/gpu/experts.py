@@ -132,6 +132,16 @@ class Source(nn.Module):
         with torch.no_grad():
             self.router[:, 0] = 0
             self.router[:led, 0] = LEADS
+        if shared := size.get("shared", 0):
+            self.shared_gate_up = nn.Parameter(torch.randn(2 * shared, dim, **how) * dim**-0.5)
+            self.shared_down = nn.Parameter(torch.randn(dim, shared, **how) * shared**-0.5)
+
+    def shared(self, x: Tensor) -> Tensor | float:
+        """What an expert for all tokens adds, or zero."""
+        if not hasattr(self, "shared_down"):
+            return 0.0
+        gate, up = F.linear(x, self.shared_gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.shared_down)
 
 
 def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int) -> Problem:
@@ -294,7 +304,8 @@ def has_scaled_grouped_mm(device: torch.device) -> bool:
 
 def useful_flops(size: Size, passed: str) -> float:
     """Of the experts' GEMMs, two for each product of a forward and four for its gradients."""
-    forward = 6.0 * size["tokens"] * size["top_k"] * size["dim"] * size["ffn"]
+    features = size["top_k"] * size["ffn"] + size.get("shared", 0)
+    forward = 6.0 * size["tokens"] * size["dim"] * features
     return forward * (3 if passed == STEP else 1)
 
 

@@ -16,6 +16,8 @@ EPS = 1e-5
 def in_float64(source: Any, top_k: int, inputs: Inputs) -> list[Tensor]:
     """The output of a layer, or block, and all gradients; one expert after the other.
 
+    The gradients of a shared expert, in a layer, come last.
+
     Tokens go to the experts that they have in the dtype of the inputs: among equal logits, float64
     would choose others.
     """
@@ -41,9 +43,17 @@ def in_float64(source: Any, top_k: int, inputs: Inputs) -> list[Tensor]:
         dh.index_add_(0, token, dpart)
         of_experts.append([t.float() for t in found])
     dx, *others = torch.autograd.grad([h, weights], wide, [dh, dweights])
+    of_shared: list[Tensor] = []
+    if hasattr(source, "shared_down"):
+        own = [x, source.shared_gate_up, source.shared_down]
+        own = [t.detach().double().requires_grad_() for t in own]
+        gate, up = F.linear(own[0], own[1]).chunk(2, dim=-1)
+        part = F.linear(F.silu(gate) * up, own[2])
+        dpart, *of_shared = torch.autograd.grad(part, own, dy.double())
+        y, dx = y + part.detach(), dx + dpart
     if source.norm is not None:
         y, dx = x + y, dx + dy
-    return [y.detach(), dx, *others, *map(torch.stack, zip(*of_experts))]
+    return [y.detach(), dx, *others, *map(torch.stack, zip(*of_experts)), *of_shared]
 
 
 def normed(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what is loaded when it is used: names and places, as in _LA
     from .all_reduce import AllReduce
     from .basic_linear import BasicLinear
     from .bias import Bias
-    from .combine import Combine
+    from .combine import Combine, StartCombine
     from .constant_scale import ConstantScale
     from .cross_entropy import CrossEntropy
     from .dispatch import Dispatch
@@ -103,6 +103,7 @@ __all__ = [
     "SiTUGLU",
     "Sigmoid",
     "Softplus",
+    "StartCombine",
     "SwapExtra",
     "SwiGLU",
     "Tanh",
@@ -120,7 +121,7 @@ _LATER = by_name(
         "all_reduce": "AllReduce",
         "basic_linear": "BasicLinear",
         "bias": "Bias",
-        "combine": "Combine",
+        "combine": "Combine StartCombine",
         "constant_scale": "ConstantScale",
         "cross_entropy": "CrossEntropy",
         "dispatch": "Dispatch",

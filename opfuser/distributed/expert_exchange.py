@@ -6,6 +6,7 @@ sorted by expert; S rows that it receives; D features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -166,21 +167,75 @@ def _check_alike(what: str, told: Sequence[str], remedy: str = "") -> None:
 def send(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
     """From this rank's rows (R, ...) those of its experts (S, ...), sorted by expert."""
     sent, received = route.rank_sizes.tolist()
-    return _exchanged(x, sent, received, group).index_select(0, route.row_order)
+    return _exchange(x.contiguous(), sent, received, group).rows.index_select(0, route.row_order)
 
 
 def send_back(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
     """The inverse of :func:`send`: each rank gets what became of its rows."""
     sent, received = route.rank_sizes.tolist()
-    arrived = torch.empty_like(x).index_copy_(0, route.row_order, x)  # each row once: in any order
-    return _exchanged(arrived, received, sent, group)
+    return _exchange(_by_rank(x, route), received, sent, group).rows
 
 
-def _exchanged(
-    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
-) -> Tensor:
-    # Also without rows of its own: the other ranks wait for this one.
-    out = x.new_empty((sum(received), *x.shape[1:]))
+def begin_sending(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+    """Begins :func:`send` and returns a placeholder for :func:`arrived`, whose rows are unsorted.
+
+    The placeholder is (S, ...) and NaN, of which one element is stored: what reads it instead of
+    what arrives is seen to be wrong.
+    """
+    sent, received = route.rank_sizes.tolist()
+    return _placeholder(_exchange(x.contiguous(), sent, received, group, begin=True), route)
+
+
+def begin_sending_back(x: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+    """Begins :func:`send_back`, and returns a placeholder as :func:`begin_sending` does."""
+    sent, received = route.rank_sizes.tolist()
+    return _placeholder(_exchange(_by_rank(x, route), received, sent, group, begin=True), route)
+
+
+def arrived(x: Tensor) -> Tensor | None:
+    """What an exchange that was begun brings, of its placeholder; None of any other tensor."""
+    exchange: _Exchange | None = getattr(x, _MARK, None)
+    if exchange is None:
+        return None
+    assert exchange.work is not None
     with unwatched("ranks exchange rows"):
-        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+        exchange.work.wait()
+    return exchange.rows
+
+
+class _Exchange(NamedTuple):
+    """Rows that arrive, those sent, which have to live until then, and what to wait for."""
+
+    rows: Tensor
+    sent: Tensor
+    work: dist.Work | None
+
+
+_MARK = "_exchange_of_rows"
+
+
+def _exchange(
+    x: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup | None,
+    *,
+    begin: bool = False,
+) -> _Exchange:
+    # Also without rows of its own: the other ranks wait for this one.
+    rows = x.new_empty((sum(received), *x.shape[1:]))
+    with unwatched("ranks exchange rows"):
+        work = dist.all_to_all_single(rows, x, received, sent, group=group, async_op=begin)
+    return _Exchange(rows, x, work)
+
+
+def _placeholder(exchange: _Exchange, route: Route) -> Tensor:
+    shape = len(route.row_order), *exchange.rows.shape[1:]
+    placeholder = exchange.rows.new_full((), math.nan).expand(shape)
+    setattr(placeholder, _MARK, exchange)
+    return placeholder
+
+
+def _by_rank(x: Tensor, route: Route) -> Tensor:
+    # Each row is written once: in any order.
+    return torch.empty_like(x).index_copy_(0, route.row_order, x)

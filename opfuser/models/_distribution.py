@@ -25,6 +25,7 @@ class Over(NamedTuple):
     Attributes:
         sequence: whether each rank has a slice of the sequence between blocks.
         experts: whether experts are distributed.
+        overlap_shared: whether a shared expert computes during the exchange of rows.
     """
 
     mesh: DeviceMesh
@@ -33,6 +34,7 @@ class Over(NamedTuple):
     sequence: bool
     made: dict[int, tuple[nn.Parameter, nn.Parameter]]
     experts: bool = False
+    overlap_shared: bool = True
 
     @property
     def slices(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from opfuser import (
     PrivateChannel,
     RestoreTokens,
     Sequential,
+    StartCombine,
     SwapExtra,
     TopKRouter,
     Unpermute,
@@ -170,7 +171,38 @@ def _insert_exchange(block: Sequential, first: int, last: int, over: Over) -> No
     _bind(combine, route)
     items[last:last] = [("combine", combine)]
     items[first : first + 1] = [(name, source), ("dispatch", dispatch)]
+    if over.overlap_shared:
+        _overlap_shared_expert(items, route, over)
     block._rearrange(items)
+
+
+def _overlap_shared_expert(items: list[tuple[str, Any]], route: Sequence[str], over: Over) -> None:
+    """Moves the operations of a shared expert to where rows of the others are on their way back.
+
+    These are the operations after Unpermute from a SwapExtra, which keeps the routed result, to the
+    AddExtraInput that adds it; without these two, or another use of it, nothing is moved.
+    """
+    kinds = [type(op) for _, op in items]
+    combine, sums = kinds.index(Combine), kinds.index(Unpermute)
+    if kinds[sums + 1 : sums + 2] != [SwapExtra]:
+        return
+    swap = items[sums + 1][1]
+    (routed,) = swap._extra_output_channels
+    readers = [
+        n for n, (_, op) in enumerate(items) if routed in getattr(op, "_extra_input_channels", ())
+    ]
+    if any(swap._extra_output_to_caller) or [kinds[n] for n in readers] != [AddExtraInput]:
+        return
+    (at,), shared = readers, PrivateChannel("shared")
+    name, add = items[at][0], copy.deepcopy(items[at][1])  # to be connected anew
+    start, back = (op.train(swap.training) for op in (StartCombine(over.group), SwapExtra()))
+    _bind(start, route)
+    _bind(back, [routed], [shared])
+    _bind(add, [shared])
+    ending, beside = items[combine : sums + 1], items[sums + 1 : at]
+    items[combine : at + 1] = [
+        ("start_combine", start), *beside, ("to_routed", back), *ending, (name, add)
+    ]  # fmt: skip
 
 
 def _bind(

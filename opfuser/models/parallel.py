@@ -63,6 +63,7 @@ def parallelize(
     *,
     sequence_parallel: bool = True,
     expert_parallel: DeviceMesh | None = None,
+    overlap_shared: bool = True,
 ) -> Model:
     """Distributes the layers of ``model`` over the ranks of ``mesh``, which have the same batch.
 
@@ -97,6 +98,9 @@ def parallelize(
         sequence_parallel: whether to slice the sequence too.
         expert_parallel: a mesh of one dimension over which experts are distributed; None: they are
             not.
+        overlap_shared: whether a shared expert computes while the results of the others are sent
+            back, and in backward while their gradients are sent; see
+            :class:`opfuser.StartCombine`.
 
     Returns:
         ``model``. If it has a loss, every rank computes the same one; otherwise each rank's logits
@@ -132,7 +136,7 @@ def parallelize(
             received=f"{placed}, which is a DTensor",
         )
     (used, *_), experts = meshes, expert_parallel is not None
-    over = Over(used, used.get_group(), used.size(), sequence_parallel, {}, experts)
+    over = Over(used, used.get_group(), used.size(), sequence_parallel, {}, experts, overlap_shared)
     if experts:
         check_agreement(model, over.group)
     changes = _changes(model, over) if mesh is not None else _changes_of_experts(model, over)

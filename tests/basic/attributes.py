@@ -424,6 +424,9 @@ CASES: dict[str, Case] = {
     "SiTUGLU": Case({}, rows(), {**CAPS, **INTERLEAVE, **CACHE}),
     "Softplus": Case({}, rows(), {"beta": Change(3.0), "threshold": Change(0.1), **CACHE}),
     "SwiGLU": Case({}, rows(), {**INTERLEAVE, **CACHE}),
+    "StartCombine": Case(
+        {}, lambda: [torch.randn(5, 8), torch.arange(5), torch.full((2, 1), 5)], {}
+    ),
     "SwapExtra": Case({}, f32((3, 8), (4, 6)), {}),
     "TopKRouter": Case(
         {"num_experts": 8, "top_k": 3, "num_groups": 4, "top_k_groups": 2},

@@ -42,7 +42,7 @@ from tests.basic.values import DTYPES, fill, saved_by
 ANY_DTYPE = {
     "AddExtraInput", "AllGather", "AllReduce", "Combine", "ConstantScale", "Dispatch", "DropTokens",
     "Dropout", "Identity", "LoadBalancingLoss", "MakeExtraOutput", "Quantize", "ReduceScatter",
-    "Reshape", "RestoreTokens", "SwapExtra",
+    "Reshape", "RestoreTokens", "StartCombine", "SwapExtra",
 }  # fmt: skip
 # Their own files say what they refuse.
 OWN_TEXT = {

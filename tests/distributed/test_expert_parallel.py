@@ -8,7 +8,8 @@ import time
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,15 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from opfuser import (
+    AddExtraInput,
     Combine,
+    ConstantScale,
     Dispatch,
     GroupedLinear,
     Permute,
     PrivateChannel,
     ScaledSwiGLU,
     Sequential,
+    StartCombine,
     TopKRouter,
     Unpermute,
     autocast,
@@ -324,6 +330,128 @@ def mixtures(rank: int, ranks: int) -> None:
         close(mine.grad / ranks, x.grad[rank], name)
         for (key, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
             close(average(p.grad), q.grad, f"{name}: {key}")
+
+
+class _Products(TorchDispatchMode):
+    """Notes the matrix products that have a dimension of a size."""
+
+    def __init__(self, size: int, seen: list[str]) -> None:
+        super().__init__()
+        self.size, self.seen = size, seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        products = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear
+        shapes = [t.shape for t in args if isinstance(t, Tensor)]
+        if func.overloadpacket in products and any(
+            {self.size, 2 * self.size} & {*s} for s in shapes
+        ):
+            self.seen.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+class _Late(NamedTuple):
+    """An exchange that brings rows no sooner than it is waited for."""
+
+    out: Tensor
+    rows: Tensor
+    seen: list[str]
+
+    def wait(self) -> None:
+        self.seen.append("wait")
+        self.out.copy_(self.rows)
+
+
+@check
+def a_shared_expert_computes_meanwhile(rank: int, ranks: int) -> None:
+    """In forward its two products, in backward the four; and nothing reads rows before they come."""
+    seen: list[str] = []
+    exchange = dist.all_to_all_single
+
+    def late(out: Tensor, x: Tensor, *sizes: Any, group: Any, async_op: bool = False) -> Any:
+        if not async_op:
+            return exchange(out, x, *sizes, group=group)
+        seen.append("begin")
+        rows = torch.empty_like(out)
+        exchange(rows, x, *sizes, group=group)
+        return _Late(out.fill_(math.nan), rows, seen)
+
+    for change in ({}, {"shared_gate": True}, {"capacity_factor": 0.8}):
+        one = experts(replace(MOE, shared_ffn_dim=11, **change))
+        xs = torch.randn(ranks, 9, D, dtype=torch.float64)
+        wanted, x = one(mine := xs[rank].clone().requires_grad_()), xs[rank].clone()
+        wanted.square().sum().backward()
+        for overlap in (True, False):
+            ours = parallelize(
+                copy.deepcopy(one), expert_parallel=everyone(ranks), overlap_shared=overlap
+            )
+            assert [n for n, _ in ours.named_parameters()] == [n for n, _ in one.named_parameters()]
+            x = xs[rank].clone().requires_grad_()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "all_to_all_single", late)
+                with _Products(11, seen), torch.no_grad():
+                    close(ours(x), wanted)
+                forward = ["begin", *["product"] * 2, "wait"] if overlap else ["product"] * 2
+                assert seen == forward, seen
+                seen.clear()
+                backward = ["begin", *["product"] * 4, "wait"] if overlap else ["product"] * 4
+                for run in (ours, partial(checkpoint, ours, use_reentrant=False)):
+                    x.grad = None
+                    with _Products(11, seen):
+                        y = run(x)
+                        assert seen == forward
+                        y.square().sum().backward()
+                    assert seen == [*forward, *(forward if run is not ours else []), *backward]
+                    seen.clear()
+            close(x.grad, mine.grad)
+
+
+@check
+def rows_on_their_way_are_not_read(rank: int, ranks: int) -> None:
+    """What reads them is NaN, and its gradient is refused."""
+    rows, route = torch.randn(ranks, D), (torch.arange(ranks), torch.ones(2, ranks).long())
+    start, combine = StartCombine(), Combine()
+    assert start(rows, *route).isnan().all()
+    rows.requires_grad_()
+    scale = ConstantScale(2.0)
+    y = Sequential(start, scale, combine)(rows, *route, *route)
+    assert y.isnan().all()
+    with pytest.raises(NotSupportedError, match=r"only be passed on, by SwapExtra.*another op"):
+        y.sum().backward()
+    y = Sequential(start, combine)(rows, *route, *route)
+    y.square().sum().backward()
+    close(y.float(), Combine()(rows, *route).float())
+    close(rows.grad, 2 * rows)
+
+
+@check
+def what_reads_the_routed_result_stays(rank: int, ranks: int) -> None:
+    """Only where nothing but the sum does, operations are moved."""
+    for name, change in UNMOVED.items():
+        one = experts(replace(MOE, shared_ffn_dim=4))
+        change(one)
+        ours = parallelize(copy.deepcopy(one), expert_parallel=everyone(ranks))
+        assert not any(isinstance(op, StartCombine) for op in ours), name
+        x = torch.randn(ranks, 9, D, dtype=torch.float64)[rank]
+        for a, b in zip(_all(ours(x)), _all(one(x)), strict=True):
+            close(a, b, name)
+
+
+def _told_to_the_caller(model: Sequential) -> None:
+    model.to_shared.set_extra_output_channel(0, "routed", output_to_caller=True)
+    model.shared_add.set_extra_input_channel(0, "routed")
+
+
+def _read_twice(model: Sequential) -> None:
+    (channel,) = model.shared_add._extra_input_channels
+    model.append(AddExtraInput())
+    model[-1].set_extra_input_channel(0, channel)
+
+
+def _scaled_before(model: Sequential) -> None:
+    model.insert([n for n, _ in model.named_children()].index("to_shared"), ConstantScale(2.0))
+
+
+UNMOVED = {"output": _told_to_the_caller, "twice": _read_twice, "scaled": _scaled_before}
 
 
 def _all(out: Any) -> tuple[Tensor, ...]:
