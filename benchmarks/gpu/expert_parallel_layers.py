@@ -51,12 +51,16 @@ OF_EXPERTS = slice(3, 5)  # places of the experts' gradients: after output, inpu
 ONE_GPU = "one GPU"
 EXCHANGE = "exchange alone"
 IN_TURN = "shared expert in turn"
-SHARED: Size = {**DEEPSEEK, "shared": DEEPSEEK["ffn"]}
+# With an expert for all tokens: that of DeepSeek-V3, with fewer others, and of Qwen1.5-MoE-A2.7B.
+SHARED: tuple[Size, ...] = (
+    {**DEEPSEEK, "shared": DEEPSEEK["ffn"]},
+    {"dim": 2048, "ffn": 1408, "count": 60, "top_k": 4, "tokens": 16384, "shared": 5632},
+)
 SIZES: tuple[Size, ...] = (
     QWEN,
     MIXTRAL,
     *({**size, "tokens": 8192} for size in (QWEN, MIXTRAL)),
-    SHARED,
+    *SHARED,
 )
 TINY_SIZE: Size = {**TINY, "tokens": 64, "shared": 64}
 
