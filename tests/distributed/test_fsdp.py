@@ -393,7 +393,11 @@ def masters_in_state_dicts(rank: int, ranks: int) -> None:
                 assert optimizer.state[p].keys() == exact[1].state[q].keys()
                 for key, want in exact[1].state[q].items():
                     pair = optimizer.state[p][key], want
-                    mine, theirs = pair if key == "step" else map(whole, pair)
+                    if key == "step":  # made on the default device, loaded to the CPU
+                        mine, theirs = (t.cpu() for t in pair)
+                    else:
+                        mine, theirs = map(whole, pair)
+                    assert mine.device == theirs.device, key
                     assert torch.equal(mine, theirs), key
             step_of(model, optimizer, rank, 3)
 
