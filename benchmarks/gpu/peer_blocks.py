@@ -18,6 +18,7 @@ from benchmarks.gpu.peers import (
     Functions,
     attribute,
     engine,
+    engine_ops,
     liger,
     liger_layer_norm,
     liger_loss,
@@ -95,8 +96,13 @@ def linear_swiglu(w: nn.Parameter) -> Functions:
         )
         return function
 
+    def for_te() -> Function:
+        linear = ("Linear", (w.shape[1], w.shape[0]), {"weight": w})
+        return engine_ops(linear, ("SwiGLU", (), {}))
+
     return {
         **peer(LIGER, for_liger),
+        **peer(TE, for_te),
         **quack(lambda tuned: gemm_gated(PEERS[QUACK].found, tuned)),
         **peer(QUACK_IN_TORCH, lambda: gemm_gated(PEERS[QUACK_IN_TORCH].found, True)),
         **peer(FLEX_GEMM, for_flex_gemm),

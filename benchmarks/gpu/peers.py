@@ -179,14 +179,24 @@ def engine(name: str) -> Any:
     return attribute(f"transformer_engine.pytorch:{name}")
 
 
-def engine_ops(*operations: tuple[str, tuple[Any, ...]], **parameters: nn.Parameter) -> Function:
-    """A sequence of te.ops; its last operation receives the parameters."""
-    ops = importlib.import_module("transformer_engine.pytorch.ops")
-    sequence = ops.Sequential(*(getattr(ops, name)(*args) for name, args in operations))
-    for name, parameter in parameters.items():
-        setattr(sequence[-1], name, parameter)
-    built: Function = sequence
-    return built
+def engine_ops(
+    *operations: tuple[str, tuple[Any, ...], dict[str, nn.Parameter]], eps: float = 1e-5
+) -> Function:
+    """A sequence of te.ops: their names, arguments as te.ops takes them, and parameters by name."""
+    ops, made = importlib.import_module("transformer_engine.pytorch.ops"), []
+    for name, args, parameters in operations:
+        options: dict[str, Any] = {"bias": "bias" in parameters} if name == "Linear" else {}
+        if name.endswith("Norm"):
+            options = {"eps": eps}
+        like = next(iter(parameters.values()), None)
+        if like is not None:
+            options |= {"device": like.device, "dtype": like.dtype}
+        op = getattr(ops, name)(*args, **options)
+        for key, parameter in parameters.items():
+            setattr(op, key, parameter)
+        made.append(op)
+    sequence: Function = ops.Sequential(*made)
+    return sequence
 
 
 def rms_norm(w: nn.Parameter, eps: float) -> Functions:
@@ -217,8 +227,8 @@ def add_rms_norm(w: nn.Parameter, eps: float) -> Functions:
         return lambda x, r: norm(x, w, residual=r, eps=eps, prenorm=True)
 
     def for_te() -> Function:
-        norm = ("RMSNorm", (w.numel(),))
-        return engine_ops(("AddExtraInput", ()), ("MakeExtraOutput", ()), norm, weight=w)
+        norm = ("RMSNorm", (w.numel(),), {"weight": w})
+        return engine_ops(("AddExtraInput", (), {}), ("MakeExtraOutput", (), {}), norm, eps=eps)
 
     return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
 
@@ -242,7 +252,7 @@ def swiglu() -> Functions:
         apply = liger("FusedGateUpSiLUMul")
         return lambda x: apply(x, False)
 
-    return {**peer(LIGER, for_liger), **peer(TE, lambda: engine_ops(("SwiGLU", ())))}
+    return {**peer(LIGER, for_liger), **peer(TE, lambda: engine_ops(("SwiGLU", (), {})))}
 
 
 def geglu() -> Functions:
@@ -250,7 +260,7 @@ def geglu() -> Functions:
         apply = liger("GELUMul")
         return lambda x: apply(*x.chunk(2, dim=-1))
 
-    return {**peer(LIGER, for_liger), **peer(TE, lambda: engine_ops(("GEGLU", ())))}
+    return {**peer(LIGER, for_liger), **peer(TE, lambda: engine_ops(("GEGLU", (), {})))}
 
 
 def cross_entropy() -> Functions:

@@ -135,22 +135,9 @@ def engines(title: str, build: Callable[[], Function]) -> dict[str, Function]:
     }
 
 
-def engine_ops(*operations: tuple[str, tuple[Any, ...], dict[str, Any]]) -> Function:
-    """A residual block of te.ops; arguments as te.ops takes them, parameters by name."""
-    ops = importlib.import_module("transformer_engine.pytorch.ops")
-    made = []
-    for name, args, parameters in operations:
-        options: dict[str, Any] = {"bias": "bias" in parameters} if name == "Linear" else {}
-        if name.endswith("Norm"):
-            options = {"eps": EPS}
-        like = next(iter(parameters.values()), None)
-        if like is not None:
-            options |= {"device": like.device, "dtype": like.dtype}
-        op = getattr(ops, name)(*args, **options)
-        for key, parameter in parameters.items():
-            setattr(op, key, parameter)
-        made.append(op)
-    sequence = ops.Sequential(*made)
+def engine_block(*operations: tuple[str, tuple[Any, ...], dict[str, Any]]) -> Function:
+    """A residual block of te.ops, as :func:`peers.engine_ops` takes them."""
+    sequence = peers.engine_ops(*operations, eps=EPS)
     return lambda x: x + sequence(x)
 
 
@@ -187,7 +174,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
     ffn = config.ffn_features
 
     def of_ops() -> Function:
-        return engine_ops(
+        return engine_block(
             ("RMSNorm", (dim,), {"weight": norm}),
             ("Linear", (dim, 2 * ffn), {"weight": fc1}),
             ("SwiGLU", (), {}),
@@ -229,7 +216,7 @@ def gpt(options: Options, dim: int, tokens: int) -> Problem:
         )
 
     def of_ops() -> Function:
-        return engine_ops(
+        return engine_block(
             ("LayerNorm", (dim,), {"weight": norm, "bias": norm_bias}),
             ("Linear", (dim, hidden), {"weight": fc1, "bias": fc1_bias}),
             ("GELU", (), {}),
