@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from benchmarks import timing
 from benchmarks.gpu import peers
 from benchmarks.gpu.contest import solve
+from benchmarks.gpu.engine_experts import engine_layer
 from benchmarks.gpu.experts_exact import in_float64, normed
 from benchmarks.gpu.hugging_face import MODES
 from benchmarks.gpu.passes import ready
@@ -189,6 +190,8 @@ def layer(options: Options, *, routing: str, block: bool, fp8: bool, **size: int
                 functions[f"transformers, {way}"] = within(peers.late(built))
         for function in peers.peer(peers.LIGER, lambda: liger_layer(source, size)).values():
             functions[NAME_OF_LIGER] = within(function)
+        for function in peers.peer(peers.TE, lambda: engine_layer(source, top_k)).values():
+            functions[peers.TE] = within(function)
     return Problem(
         draw,
         functions,
