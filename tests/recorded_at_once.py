@@ -91,7 +91,7 @@ def _add_and_hold(
     if made is not None and not made.guard(*arguments):
         DIFFERENCES.append("a call is not of the kind that was recorded of it")
     _local.made, _local.kept = made, arguments[3]
-    COUNTS["forward" if made else f"forward refused: {list(self._refused.values())[-1]}"] += 1
+    COUNTS["forward" if made else f"forward refused: {self.reason()}"] += 1
     return made
 
 

@@ -64,10 +64,12 @@ FRESH = [KVCache, exactly_full, cleared, layer_of_transformers, sliding_layer]
 each_fresh = pytest.mark.parametrize("fresh", FRESH, ids=lambda make: make.__name__)
 
 
-def held(cache: Any) -> list[Tensor]:
-    """What a cache holds, and how much of it counts."""
-    names = ("_k", "_v", "length", "start", "keys", "values")
-    found = [getattr(cache, name, None) for name in names]
+def held(cache: Any, x: Tensor) -> list[Tensor]:
+    """What a cache holds after a call with ``x``, and how much of it counts."""
+    found = [getattr(cache, name, None) for name in ("keys", "values", "length", "start")]
+    if isinstance(cache, KVCache):
+        nothing = x.new_empty(len(x), 2, 0, D // 2)
+        found = [*copy.deepcopy(cache).update(nothing, nothing), *found]
     return [torch.as_tensor(t) for t in found if t is not None]
 
 
@@ -80,12 +82,12 @@ def trained(module: nn.Module, x: Tensor, cache: Any) -> list[Tensor]:
     """The output, the gradients, and what the cache holds."""
     y = called(module, x, cache)
     grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
-    return [y, *grads, *held(cache)]
+    return [y, *grads, *held(cache, x)]
 
 
 def inferred(module: nn.Module, x: Tensor, cache: Any) -> list[Tensor]:
     with torch.no_grad():
-        return [called(module, x, cache), *held(cache)]
+        return [called(module, x, cache), *held(cache, x)]
 
 
 def record(
@@ -131,7 +133,7 @@ def in_steps(module: nn.Module, x: Tensor, cache: Any) -> tuple[list[Tensor], in
     with passes() as names, torch.no_grad():
         for part in x.split([3, 1, 1, 2, 1, 2], 1):
             results += [called(module, part.contiguous(), cache)]
-            results += [t.clone() for t in held(cache)]
+            results += [t.clone() for t in held(cache, x)]
     return results, len(names)
 
 
@@ -312,7 +314,7 @@ def test_a_cache_within_called_sequences() -> None:
         op = next(m for m in module.modules() if isinstance(m, DotProductAttention))
         cache = KVCache()
         with torch.no_grad():
-            return [module(x, op_kwargs={op: {"cache": cache}}), *held(cache)]
+            return [module(x, op_kwargs={op: {"cache": cache}}), *held(cache, x)]
 
     module, x = make(), image()
     for _ in range(ENOUGH):
@@ -324,9 +326,9 @@ def test_a_cache_within_called_sequences() -> None:
         assert_same(ours, call(twin(make, module)))
 
 
-def filled_part(cache: KVCache) -> list[Tensor]:
+def filled_part(cache: KVCache, x: Tensor) -> list[Tensor]:
     """The keys and values that count."""
-    return [t[:, :, : int(cache.length)] for t in held(cache)[:2]]
+    return [t[:, :, : int(cache.length)] for t in held(cache, x)[:2]]
 
 
 def test_a_call_that_fails_stores_nothing() -> None:
@@ -342,14 +344,14 @@ def test_a_call_that_fails_stores_nothing() -> None:
     caches = KVCache(9 * LENGTH), KVCache(8 * LENGTH)
     for _ in range(8):
         step(module)
-    before = [t.clone() for t in filled_part(caches[0])]
+    before = [t.clone() for t in filled_part(caches[0], x)]
     texts = []
     for each in (module, other):
         with passes() as names, unrecorded(), pytest.raises(CacheFullError) as caught:
             step(each)
         assert names == ["forward"] * (each is module)
         assert [int(cache.length) for cache in caches] == [8 * LENGTH] * 2
-        assert_same([t.clone() for t in filled_part(caches[0])], before)
+        assert_same([t.clone() for t in filled_part(caches[0], x)], before)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
     assert texts[0].endswith("It was raised in op 10 (DotProductAttention) of the sequence.")

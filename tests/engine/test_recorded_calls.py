@@ -158,16 +158,6 @@ def test_recordings_are_freed_with_their_module() -> None:
         assert texts() <= before  # those of other tests may have been in cycles
 
 
-def test_little_is_kept_of_many_kinds_of_calls() -> None:
-    module = mlp()
-    for rows in range(1, 100):
-        for _ in range(ENOUGH - 1):
-            both(module, torch.randn(rows, D, requires_grad=True))
-    kept = module._single._used.specializations
-    assert len(kept.found) <= 8
-    assert len(kept._kinds) <= 64
-
-
 class Halved(BasicOperation):
     """Of a user's, which does not say that it may be left out of calls."""
 

@@ -22,6 +22,9 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
     result: Any
 
+    def results(self) -> Iterator[Tensor]:
+        return _tensors(self.result)
+
 
 class _Recorder(TorchDispatchMode):
     active = 0

@@ -18,7 +18,7 @@ import opfuser
 from opfuser import torch_internals
 from opfuser.core.fusion import Refusal
 from opfuser.engine.recorded.specialized import Specializations
-from opfuser.engine.replayed import captured, graphs, replay, trial
+from opfuser.engine.replayed import captured, replay, trial
 from opfuser.engine.replayed.decision import (
     Costs,
     Sample,
@@ -41,10 +41,9 @@ WAITING = Sample(host=5e-3, device=5.2e-3, behind=False, period=6e-3)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A CPU that behaves like a GPU, in times that tests state."""
-    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
-    return torch.device("cpu")
+def device(cpu: torch.device) -> torch.device:
+    """In times that tests state."""
+    return cpu
 
 
 @pytest.fixture
@@ -59,6 +58,19 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
 def auto(device: torch.device, times: Times) -> Iterator[None]:
     with opfuser.replay("auto"):
         yield
+
+
+def noting_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Grows by those that are recorded."""
+    graphs: list[RecordedGraph] = []
+    capture = RecordedGraph.capture
+
+    def noted(self: RecordedGraph, function: Callable[[], Any]) -> Any:
+        graphs.append(self)
+        return capture(self, function)
+
+    monkeypatch.setattr(RecordedGraph, "capture", noted)
+    return graphs
 
 
 def train(model: Callable[[Tensor], Tensor], device: torch.device, steps: int) -> None:
@@ -210,8 +222,11 @@ def test_values_and_gradients(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("auto")
-def test_gradients_are_never_memory_of_a_graph(device: torch.device) -> None:
+def test_gradients_are_never_memory_of_a_graph(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream that ``record_stream`` names may still read them while the next pass is replayed."""
+    graphs = noting_graphs(monkeypatch)
     model = block(device)
     train(model, device, BEFORE + TRIAL)
     model(draw(device).requires_grad_()).sum().backward()
@@ -219,11 +234,10 @@ def test_gradients_are_never_memory_of_a_graph(device: torch.device) -> None:
     places = [grad.data_ptr() for grad in grads]
     model(draw(device).requires_grad_()).sum().backward()
     assert places == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-    (kind,) = model._single._replays._kinds.values()  # type: ignore[union-attr]
-    (captured,) = kind.captured
-    memory = [g for own in captured._backwards.values() for b in own for g in b.grads]
+    assert len(graphs) == 2, "of forward and of backward"
+    memory = {memory_of(t) for graph in graphs for call in graph.calls for t in call.results()}
     assert memory
-    assert {memory_of(t) for t in grads}.isdisjoint(memory_of(t) for t in memory if t is not None)
+    assert {memory_of(t) for t in grads}.isdisjoint(memory)
 
 
 @pytest.mark.usefixtures("auto")
@@ -329,14 +343,13 @@ def test_backward_waits_for_such_a_thread_to_end(
 ) -> None:
     other = "logs"
     monkeypatch.setattr(captured, "thread_that_may_wait", lambda: other)
-    model = block(device)
+    graphs, model = noting_graphs(monkeypatch), block(device)
     train(model, device, BEFORE + TRIAL)
     assert code(model) == ""
-    kept = [c for kind in model._module_groups[0]._replays._kinds.values() for c in kind.captured]
-    assert [c.is_complete for c in kept] == [False]
+    assert len(graphs) == 1, "of forward alone"
     other = None
     train(model, device, TRIAL)
-    assert [c.is_complete for c in kept] == [True]
+    assert len(graphs) == 2
 
 
 def test_which_threads_may_wait() -> None:
@@ -377,20 +390,13 @@ def test_what_asks_for_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ever_fewer_refused_calls_are_looked_at(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = block(device)
-    looked = 0
-    find = replay._refusal_of_call
-
-    def counted(*args: Any) -> Any:
-        nonlocal looked
-        looked += 1
-        return find(*args)
-
-    monkeypatch.setattr(replay, "_refusal_of_call", counted)
+    model, passed_over = block(device), list[bool]()
+    pauses = noting(replay.Replays.pauses, passed_over)
+    monkeypatch.setattr(replay.Replays, "pauses", pauses)
     for _ in range(300):
         checkpoint(model, draw(device), use_reentrant=False)
     assert code(model) == "SAVED_TENSOR_HOOKS"
-    assert looked < 20
+    assert passed_over.count(False) < 20
     train(model, device, 300 + BEFORE + TRIAL)
     assert count(model) > 0, "and others are replayed all the same"
 
