@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser.kernels.launch import recorded
-from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.op import FusedOperation
 from tests.engine.toys import Mixed, Power, RowSum, Square, Times, grads
 
@@ -219,17 +217,6 @@ def test_an_output_made_in_place() -> None:
     check(seq, compile_(seq), f32(2, 3))
 
 
-def test_a_whole_language_model() -> None:
-    config = DecoderConfig(vocab_size=17, dim=16, num_layers=1, num_heads=2)
-    model = decoder_lm(config)
-    tokens = torch.randint(17, (2, 9))
-    inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    ours, expected = compile_(model)(*inputs), model(*inputs)
-    wrt = list(model.parameters())
-    torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(grads(ours, wrt), grads(expected, wrt))
-
-
 def test_a_hook_that_comes_later_counts() -> None:
     model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.GELU())
     compiled, x = compile_(model), f32(4, 3)
@@ -270,7 +257,7 @@ class Doubles(FusedOperation):
 RULE = opfuser.Fusion("doubles", "joint", (Square, Square), lambda *ops: Doubles(ops))
 
 
-def test_registered_fusions_take_effect() -> None:
+def test_fusions_and_configurations_take_effect() -> None:
     model = opfuser.Sequential(Times(dtype=torch.float32), Square(), Square())
     compiled = compile_(model)
     x = f32(4, 3)
@@ -285,21 +272,14 @@ def test_registered_fusions_take_effect() -> None:
         with opfuser.disable("doubles"):
             torch.testing.assert_close(compiled(x), unfused)
         torch.testing.assert_close(compiled(x), 2 * unfused)
-    torch.testing.assert_close(compiled(x), unfused)
-
-
-def test_configurations_take_effect() -> None:
-    model = opfuser.Sequential(Square(), Square())
-    compiled = compile_(model)
-    x, off = f32(4, 3), {"joint": {"doubles": {"enabled": False}}}
-    with opfuser.register_forward_backward_fusion(RULE):
-        torch.testing.assert_close(compiled(x), 2 * x**4)
+        off = {"joint": {"doubles": {"enabled": False}}}
         with opfuser.fusion_config(off):
-            torch.testing.assert_close(compiled(x), x**4)
+            torch.testing.assert_close(compiled(x), unfused)
         model.fusion_config = off
-        torch.testing.assert_close(compiled(x), x**4)
+        torch.testing.assert_close(compiled(x), unfused)
         model.fusion_config = None
-        torch.testing.assert_close(compiled(x), 2 * x**4)
+        torch.testing.assert_close(compiled(x), 2 * unfused)
+    torch.testing.assert_close(compiled(x), unfused)
 
 
 def test_a_function_around_a_loop_with_keywords_and_an_operation_alone() -> None:
@@ -316,13 +296,6 @@ def test_a_function_around_a_loop_with_keywords_and_an_operation_alone() -> None
     torch.testing.assert_close(compiled(x), step(x))
     torch.testing.assert_close(grads(compiled(x), wrt), grads(step(x), wrt))
     check(model[1], compile_(model[1]), x)  # an operation alone
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="generating code needs a C++ compiler")
-def test_code_is_generated() -> None:
-    """Once through the whole compiler."""
-    model, x = opfuser.Sequential(opfuser.Linear(3, 3), Square()), f32(4, 3)
-    check(model, torch.compile(model, fullgraph=True), x)
 
 
 def test_export() -> None:

@@ -173,33 +173,6 @@ def test_wrong_numbers_of_results(attributes: Any, kind: type[Exception], text: 
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("grads_", [(), (None, None)])
-def test_wrong_number_of_parameter_gradients(grads_: Any) -> None:
-    class Wrong(Times):
-        def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
-            return grad_output, grads_
-
-    with pytest.raises(ParameterGradientCountError) as error:
-        Sequential(Identity(), Wrong())(randn(2, 3)).sum().backward()
-    text = f"Expected op 1 to generate 1 param grads, but got {len(grads_)} (op 1 (Wrong))"
-    assert text in str(error.value)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_forward_that_returns_nothing(grad: bool) -> None:
-    class Forgets(BasicOperation):
-        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-            return None
-
-    with pytest.raises(ArgumentTypeError) as error:
-        Sequential(Identity(), Forgets())(randn(2, grad=grad))
-    assert str(error.value) == (
-        "op_forward returns a tensor, fuser_forward a pair (op 1 (Forgets)). Received: NoneType. "
-        "Return the output from op_forward, and the pair of the output and the list of each basic "
-        "operation's extra outputs from fuser_forward."
-    )
-
-
 # What operations do with their contexts, and what shapes their gradients have. Each operation is
 # the second one of a sequence, in front of another one.
 
@@ -245,6 +218,11 @@ class ReadsParametersInForward(Doubled):
 
     def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
         return input_ * ctx.parameters[0]
+
+
+class ReturnsNothing(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        return None
 
 
 class ReturnsPair(Doubled):
@@ -298,6 +276,10 @@ WRONG_FORWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
      ("ctx.parameters is the parameters of the forward call, kept for backward. Received: none "
      "that were kept. Set backward_reads_parameters = True in the operation's class; in forward, "
      "read parameters from self. It happened in the forward of op 1 (ReadsParametersInForward).")),
+    (ReturnsNothing, ArgumentTypeError,
+     ("op_forward returns a tensor, fuser_forward a pair (op 1 (ReturnsNothing)). Received: "
+     "NoneType. Return the output from op_forward, and the pair of the output and the list of each "
+     "basic operation's extra outputs from fuser_forward.")),
     (ReturnsPair, ForwardResultError,
      "fuser_forward a pair (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
     (WritesToInput, OverwrittenError,
@@ -313,6 +295,8 @@ WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
      RETURNS + "Tensor. Return grad_input and a tuple of the parameters' "
      "gradients from op_backward, and from fuser_backward also the extra inputs', a tuple for each "
      "basic operation."),
+    (backward("Wrong", lambda dy: (dy, ())), ParameterGradientCountError,
+     "Expected op 1 to generate 1 param grads, but got 0 (op 1 (Wrong))"),
     (backward("Wrong", lambda dy: dy.T), BackwardResultError, RETURNS + "Tensor. Return"),
     (backward("Wrong", lambda dy: None), BackwardResultError, RETURNS + "NoneType. Return"),
     (backward("Wrong", lambda dy: (dy, (), ())), BackwardResultError,
@@ -471,16 +455,6 @@ def test_a_hidden_output_that_is_needed_outside_its_fusion() -> None:
     text = str(error.value)
     assert "Extra output 0 of op 1 is read by an operation outside its forward fusion" in text
     assert "op 0-1 (Hides)" in text
-
-
-def test_extra_tensors_without_fuser_methods() -> None:
-    class Lazy(BasicOperation):
-        num_extra_inputs = 2
-
-    with pytest.raises(NotImplementedError) as error:
-        Lazy()(randn(2), randn(2), randn(2))
-    assert "must implement fuser_forward and fuser_backward itself (Lazy)" in str(error.value)
-    assert "Received: 2 extra inputs, 0 extra outputs" in str(error.value)
 
 
 def test_hazard_22_no_text_of_an_error_has_unfilled_braces() -> None:

@@ -266,12 +266,13 @@ def test_data_of_weights_in_other_dtypes(dtype: torch.dtype) -> None:
             assert all(map(torch.equal, *got))
 
 
-def test_writes_to_a_weight_between_the_passes_are_seen() -> None:
+@pytest.mark.parametrize("which", ["input", "weight"])
+def test_writes_between_the_passes_are_seen(which: str) -> None:
     seq, x = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.GELU()), torch.randn(2, 3)
-    for _ in range(4):
+    for _ in range(4):  # recorded in the end
         y = seq(x.requires_grad_()).sum()
         with torch.no_grad():
-            seq[0].weight.mul_(2)
+            (x if which == "input" else seq[0].weight).mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
 
