@@ -41,11 +41,6 @@ def layer_of_transformers() -> Any:
     return transformers.cache_utils.DynamicLayer()
 
 
-def exactly_full() -> KVCache:
-    """Room for one image, of which gradients exist."""
-    return KVCache(LENGTH)
-
-
 def cleared() -> KVCache:
     """Has memory from before."""
     cache = KVCache()
@@ -60,8 +55,14 @@ def sliding_layer(window: int = 2) -> Any:
     return made(sliding_window=window)
 
 
-FRESH = [KVCache, exactly_full, cleared, layer_of_transformers, sliding_layer]
-each_fresh = pytest.mark.parametrize("fresh", FRESH, ids=lambda make: make.__name__)
+FRESH: dict[str, Callable[[], Any]] = {
+    "growing": KVCache,
+    "exactly full": lambda: KVCache(LENGTH),  # of which gradients exist
+    "cleared": cleared,
+    "layer": layer_of_transformers,
+    "sliding layer": sliding_layer,
+}
+each_fresh = pytest.mark.parametrize("fresh", FRESH.values(), ids=FRESH)
 
 
 def held(cache: Any, x: Tensor) -> list[Tensor]:
@@ -216,18 +217,10 @@ def filled() -> KVCache:
     return cache
 
 
-def roomy() -> KVCache:
-    return KVCache(12)
-
-
 def filled_layer() -> Any:
     layer = layer_of_transformers()
     layer.update(*torch.ones(2, 2, 2, 5, D // 2))
     return layer
-
-
-def wider_layer() -> Any:
-    return sliding_layer(5)
 
 
 def layer_with_its_own_update() -> Any:
@@ -236,13 +229,23 @@ def layer_with_its_own_update() -> Any:
     return layer
 
 
-OTHERS = [_Twice, _Doubled, _Own, _Stores, filled, filled_layer, layer_with_its_own_update]
-RECORDED = [roomy, wider_layer]
+RECORDED: dict[str, Callable[[], Any]] = {
+    "more room": lambda: KVCache(12),
+    "wider window": lambda: sliding_layer(5),
+}
+OTHERS = {
+    **{kind.__name__: kind for kind in (_Twice, _Doubled, _Own, _Stores)},
+    "filled": filled,
+    "filled layer": filled_layer,
+    "layer with its own update": layer_with_its_own_update,
+    **RECORDED,
+}
 
 
-@pytest.mark.parametrize("other", [*OTHERS, *RECORDED], ids=lambda make: make.__name__.strip("_"))
+@pytest.mark.parametrize("kind", OTHERS)
 @each_fresh
-def test_caches_of_other_kinds(fresh: Callable[[], Any], other: Callable[[], Any]) -> None:
+def test_caches_of_other_kinds(fresh: Callable[[], Any], kind: str) -> None:
+    other: Any = OTHERS[kind]
     module = block()
     record(module, fresh)
     x = image()
@@ -251,7 +254,7 @@ def test_caches_of_other_kinds(fresh: Callable[[], Any], other: Callable[[], Any
     for _ in range(ENOUGH):
         with passes() as names:
             assert_same(inferred(module, x, other()), theirs)
-    assert bool(names) == (other in RECORDED)
+    assert bool(names) == (kind in RECORDED)
 
 
 class Asking(DotProductAttention):

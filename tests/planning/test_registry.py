@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -287,21 +285,6 @@ def test_switches_of_the_environment(
                 assert state(name) == f"disabled {found[name]}"
         with opfuser.enable("x"):  # a block has the last word
             assert planned().fused("forward") == {"x": 1}
-
-
-def test_the_environment_is_read_at_import() -> None:
-    name = "forward_linear_bias_add"
-    code = (
-        f"import opfuser; print([i.disabled_by for i in opfuser.fusions() if i.name == '{name}'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_DISABLE": name},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "['OPFUSER_DISABLE']"
 
 
 def test_a_name_in_the_environment_that_nobody_has_is_reported_once(

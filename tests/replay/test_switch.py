@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-import subprocess
 import sys
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import opfuser
+from opfuser.engine.replayed import options
 from opfuser.engine.replayed.options import current
 from opfuser.errors import ArgumentError
 from opfuser.recipe import DelayedScaling
@@ -51,11 +52,11 @@ def test_switches_undo_their_own_change() -> None:
     with opfuser.replay("auto"):
         assert current().share == 0.05
     second = opfuser.replay("auto", after=7, instances=3, memory=0.25)
-    options = current()
-    assert options.share == 0.25
-    assert (options.mode, options.after, options.instances, options.memory) == ("auto", 7, 3, 0.25)
+    now = current()
+    assert now.share == 0.25
+    assert (now.mode, now.after, now.instances, now.memory) == ("auto", 7, 3, 0.25)
     first.__exit__()
-    assert current() is options
+    assert current() is now
     second.__exit__()
     assert current().mode == "auto"
 
@@ -72,16 +73,16 @@ def test_values_outside_their_domain(wrong: dict[str, Any]) -> None:
         opfuser.Sequential(replay="yes")
 
 
-def test_environment_variable() -> None:
-    ask = "import opfuser.engine.replayed.options as r; print(r.current().mode)"
-    done = subprocess.run(
-        [sys.executable, "-c", ask],
-        env={"OPFUSER_REPLAY": "off", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "off"
+def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read when the module is loaded, here once more."""
+    monkeypatch.setenv("OPFUSER_REPLAY", "off")
+    spec = importlib.util.spec_from_file_location(f"{options.__name__}_again", options.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)
+    spec.loader.exec_module(again)
+    assert again.current().mode == "off"
 
 
 def test_plan_and_log(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
