@@ -217,14 +217,6 @@ def test_an_output_made_in_place() -> None:
     check(seq, compile_(seq), f32(2, 3))
 
 
-def test_a_hook_that_comes_later_counts() -> None:
-    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.GELU())
-    compiled, x = compile_(model), f32(4, 3)
-    check(model, compiled, x)
-    model[0].register_forward_hook(lambda module, args, y: 2 * y)
-    check(model, compiled, x)
-
-
 def test_modes_and_plain_modules() -> None:
     model = opfuser.Sequential(
         opfuser.Linear(3, 3), nn.Tanh(), opfuser.Residual(nn.ReLU()), Square()
@@ -257,7 +249,7 @@ class Doubles(FusedOperation):
 RULE = opfuser.Fusion("doubles", "joint", (Square, Square), lambda *ops: Doubles(ops))
 
 
-def test_fusions_and_configurations_take_effect() -> None:
+def test_registered_fusions_take_effect() -> None:
     model = opfuser.Sequential(Times(dtype=torch.float32), Square(), Square())
     compiled = compile_(model)
     x = f32(4, 3)
@@ -272,14 +264,21 @@ def test_fusions_and_configurations_take_effect() -> None:
         with opfuser.disable("doubles"):
             torch.testing.assert_close(compiled(x), unfused)
         torch.testing.assert_close(compiled(x), 2 * unfused)
-        off = {"joint": {"doubles": {"enabled": False}}}
-        with opfuser.fusion_config(off):
-            torch.testing.assert_close(compiled(x), unfused)
-        model.fusion_config = off
-        torch.testing.assert_close(compiled(x), unfused)
-        model.fusion_config = None
-        torch.testing.assert_close(compiled(x), 2 * unfused)
     torch.testing.assert_close(compiled(x), unfused)
+
+
+def test_configurations_take_effect() -> None:
+    model = opfuser.Sequential(Square(), Square())
+    compiled = compile_(model)
+    x, off = f32(4, 3), {"joint": {"doubles": {"enabled": False}}}
+    with opfuser.register_forward_backward_fusion(RULE):
+        torch.testing.assert_close(compiled(x), 2 * x**4)
+        with opfuser.fusion_config(off):
+            torch.testing.assert_close(compiled(x), x**4)
+        model.fusion_config = off
+        torch.testing.assert_close(compiled(x), x**4)
+        model.fusion_config = None
+        torch.testing.assert_close(compiled(x), 2 * x**4)
 
 
 def test_a_function_around_a_loop_with_keywords_and_an_operation_alone() -> None:
@@ -298,15 +297,6 @@ def test_a_function_around_a_loop_with_keywords_and_an_operation_alone() -> None
     check(model[1], compile_(model[1]), x)  # an operation alone
 
 
-def test_export() -> None:
-    """``torch.export`` for inference."""
-    model = block().eval().requires_grad_(False)
-    tensors = (torch.randn(4, 3), torch.randn(4, 3))
-    with torch.no_grad():
-        program = torch.export.export(model, tensors)
-        torch.testing.assert_close(program.module()(*tensors), model(*tensors))
-
-
 @pytest.mark.parametrize("last", [Square, opfuser.GELU], ids=["user's", "own"])
 def test_switching_to_evaluation_and_back_compiles_twice(last: Callable[[], nn.Module]) -> None:
     """Whatever else was made or changed meanwhile."""
@@ -323,7 +313,7 @@ def test_switching_to_evaluation_and_back_compiles_twice(last: Callable[[], nn.M
 
 
 def test_changes_of_the_model_take_effect() -> None:
-    """Operations replaced by one of the same kind or added, attributes, parameters."""
+    """Operations replaced by one of the same kind or added, attributes, parameters, hooks."""
     model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Sequential(opfuser.Linear(3, 3)))
     compiled = compile_(model)
     x = f32(2, 3)
@@ -339,6 +329,8 @@ def test_changes_of_the_model_take_effect() -> None:
     model[0].bias = nn.Parameter(torch.ones(3))
     check(model, compiled, x)
     nn.utils.parametrizations.weight_norm(model[0])
+    check(model, compiled, x)
+    model[0].register_forward_hook(lambda module, args, y: 2 * y)
     check(model, compiled, x)
 
 

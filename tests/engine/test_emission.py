@@ -82,16 +82,19 @@ def test_a_forward_without_gradients_frees_what_operations_save(kinds: str) -> N
     assert alive == [[], [False], [False, False]]
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_what_was_saved_is_freed_step_by_step_in_backward(kinds: str) -> None:
+def test_what_was_saved_is_freed_step_by_step_in_backward(kinds: str, keep: bool) -> None:
+    """Hazard 25; unless the graph is kept."""
     refs: list[Any] = []
     alive: list[Any] = []
     seq = Sequential(*[kind(refs, alive) for kind in KINDS[kinds]])
     y = seq(randn(2, 3, grad=True))
     y = y if isinstance(y, Tensor) else y[0]
     alive.clear()
-    y.sum().backward()
-    assert alive == [[True] * 3, [True, True, False], [True, False, False]]
+    y.sum().backward(retain_graph=keep)
+    assert alive == [[True] * 3, [True, True, keep], [True, keep, keep]]
+    assert [ref() is not None for ref in refs] == [keep] * 3, "though the output is still there"
 
 
 # Texts, files and emissions.
