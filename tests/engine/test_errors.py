@@ -193,103 +193,84 @@ class Doubled(BasicOperation):
         return 2 * grad_output, (None,)
 
 
-class ReadsSavedInForward(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        ctx.save_for_backward(input_)
-        (x,) = ctx.saved_tensors
-        return x
+def forward(name: str, result: Callable[[Any, Any, Tensor], Any], **more: Any) -> type[Doubled]:
+    """An operation that returns ``result(op, ctx, input)`` from forward."""
+
+    def op_forward(self: Any, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        return result(self, ctx, input_)
+
+    return type(name, (Doubled,), {"op_forward": op_forward, **more})
 
 
-class SavesTwice(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        ctx.save_for_backward(input_)
-        ctx.save_for_backward(input_, None)
-        return input_
-
-
-class SavesNumber(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        ctx.save_for_backward(input_, 3)
-        return input_
-
-
-class ReadsParametersInForward(Doubled):
-    backward_reads_parameters = True
-
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        return input_ * ctx.parameters[0]
-
-
-class ReturnsNothing(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        return None
-
-
-class ReturnsPair(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        return input_, [()]
-
-
-class WritesToInput(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        return input_.mul_(2)
-
-
-class ReadsWhatWasNotSaved(Doubled):
-    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
-        return 2 * input_
-
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return x, ()
-
-
-class ReadsParametersWithoutFlag(Doubled):
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
-        (gamma,) = ctx.parameters
-        return gamma, ()
-
-
-def backward(name: str, result: Callable[[Tensor], Any]) -> type[Doubled]:
-    """An operation that returns ``result(grad_output)`` from backward."""
+def backward(
+    name: str, result: Callable[[Tensor], Any], reads: Callable[[Any], Any] = id
+) -> type[Doubled]:
+    """An operation that returns ``result(grad_output)`` from backward, and reads its context."""
 
     def op_backward(self: Any, ctx: Any, grad_output: Tensor) -> Any:
+        reads(ctx)
         return result(grad_output)
 
     return type(name, (Doubled,), {"op_backward": op_backward})
 
 
+def _saving(*numbers: Any) -> Callable[[Any, Any, Tensor], Any]:
+    """Saves the input with each of these besides, in a call each."""
+
+    def result(op: Any, ctx: Any, x: Tensor) -> Tensor:
+        for more in numbers:
+            ctx.save_for_backward(x, *more)
+        return x
+
+    return result
+
+
+READS_SAVED = forward(
+    "ReadsSavedInForward", lambda op, ctx, x: ctx.save_for_backward(x) or ctx.saved_tensors[0]
+)
+READS_PARAMETERS = forward(
+    "ReadsParametersInForward",
+    lambda op, ctx, x: x * ctx.parameters[0],
+    backward_reads_parameters=True,
+)
+WRITES_TO_INPUT = forward("WritesToInput", lambda op, ctx, x: x.mul_(2))
+READS_WHAT_WAS_NOT_SAVED = type(
+    "ReadsWhatWasNotSaved",
+    (forward("", lambda op, ctx, x: 2 * x), backward("", torch.neg, lambda c: c.saved_tensors[0])),
+    {},
+)
 RETURNS = "The backward of an operation returns gradients in their order (op 1 (Wrong)). Received: "
 SHAPE = "A gradient has the shape of what it is the gradient of (op 1 (Wrong)). Received: shape "
 WRONG_FORWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
-    (ReadsSavedInForward, SavedTensorsError,
+    (READS_SAVED, SavedTensorsError,
      ("ctx.saved_tensors is what forward saved, read in backward. Received: nothing that was "
      "saved. Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, use the "
      "tensors themselves. It happened in the forward of op 1 (ReadsSavedInForward).")),
-    (SavesTwice, SavedTensorsError,
+    (forward("SavesTwice", _saving((), (None,))), SavedTensorsError,
      ("An operation calls ctx.save_for_backward once. Received: 2 tensors after 1. Save all of "
      "them in one call. It happened in the forward of op 1 (SavesTwice).")),
-    (SavesNumber, SavedTensorsError,
+    (forward("SavesNumber", _saving((3,))), SavedTensorsError,
      ("ctx.save_for_backward takes tensors and None (op 1 (SavesNumber)). Received: int. Set "
      "anything else as an attribute of ctx.")),
-    (ReadsParametersInForward, ParametersNotKeptError,
+    (READS_PARAMETERS, ParametersNotKeptError,
      ("ctx.parameters is the parameters of the forward call, kept for backward. Received: none "
      "that were kept. Set backward_reads_parameters = True in the operation's class; in forward, "
      "read parameters from self. It happened in the forward of op 1 (ReadsParametersInForward).")),
-    (ReturnsNothing, ArgumentTypeError,
+    (forward("ReturnsNothing", lambda op, ctx, x: None), ArgumentTypeError,
      ("op_forward returns a tensor, fuser_forward a pair (op 1 (ReturnsNothing)). Received: "
      "NoneType. Return the output from op_forward, and the pair of the output and the list of each "
      "basic operation's extra outputs from fuser_forward.")),
-    (ReturnsPair, ForwardResultError,
+    (forward("ReturnsPair", lambda op, ctx, x: (x, [()])), ForwardResultError,
      "fuser_forward a pair (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
-    (WritesToInput, OverwrittenError,
+    (WRITES_TO_INPUT, OverwrittenError,
      ("An operation does not write to what it is given (op 1 (WritesToInput)). Received: an input "
      "that requires grad, written to. Return another tensor; clone what is computed in place.")),
 ]  # fmt: skip
 WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
-    (ReadsWhatWasNotSaved, SavedTensorsError,
+    (READS_WHAT_WAS_NOT_SAVED, SavedTensorsError,
      "It happened in the backward of op 1 (ReadsWhatWasNotSaved)."),
-    (ReadsParametersWithoutFlag, ParametersNotKeptError,
+    (backward("ReadsParametersWithoutFlag", torch.neg, lambda ctx: ctx.parameters[0]),
+     ParametersNotKeptError,
      "It happened in the backward of op 1 (ReadsParametersWithoutFlag)."),
     (backward("Wrong", lambda dy: dy), BackwardResultError,
      RETURNS + "Tensor. Return grad_input and a tuple of the parameters' "
@@ -340,11 +321,11 @@ def test_what_is_no_wrong_write() -> None:
     """To what has no gradient, to what an operation has made itself, and where none is recorded."""
     x, times = randn(2, 3), Times()
     doubled = 2 * x
-    assert torch.equal(Sequential(WritesToInput())(x), doubled)  # its parameter needs a gradient
-    y = Sequential(times, WritesToInput())(x.requires_grad_())
+    assert torch.equal(Sequential(WRITES_TO_INPUT())(x), doubled)  # its parameter needs a gradient
+    y = Sequential(times, WRITES_TO_INPUT())(x.requires_grad_())
     assert torch.equal(y, 2 * doubled * times.w)
     with torch.no_grad():
-        Sequential(WritesToInput())(x)
+        Sequential(WRITES_TO_INPUT())(x)
     assert torch.equal(x.detach(), 2 * doubled)
 
 

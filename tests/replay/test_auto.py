@@ -28,7 +28,17 @@ from opfuser.engine.replayed.decision import (
 from opfuser.engine.replayed.graphs import CudaGraph
 from opfuser.engine.threads import thread_that_may_wait
 from opfuser.torch_internals import memory_of
-from tests.replay.models import DIM, assert_equal, assert_same_grads, block, code, count, draw, twin
+from tests.replay.models import (
+    DIM,
+    assert_equal,
+    assert_same_grads,
+    block,
+    code,
+    count,
+    draw,
+    replays,
+    twin,
+)
 from tests.replay.recorded import RecordedGraph, Times
 
 AFTER = 3  # calls that run as usual, by default
@@ -188,9 +198,8 @@ def test_calls_that_are_left_alone(
     model = block(device)
     train(model, device, trial.MOST_CALLS + 5)
     assert code(model) == expected
-    plan = model.last_plan
-    assert plan is not None
-    assert (plan.replays[0].instances, plan.replays[0].bytes) == (0, 0)
+    (record,) = replays(model)
+    assert (record.instances, record.bytes) == (0, 0)
     assert count(model) == (TRIAL if expected == "SLOWER" else 0)
     before = times.events
     train(model, device, 20)
@@ -328,7 +337,7 @@ def test_nothing_is_recorded_beside_a_thread_that_may_wait(device: torch.device)
     model = block(device)
     with another_thread():
         train(model, device, BEFORE + TRIAL)
-    (record,) = model.last_plan.replays  # type: ignore[union-attr]
+    (record,) = replays(model)
     assert record.instances == 0
     assert record.refusal == Refusal(
         "THREADS", "logs, another thread, may wait for the device while a call is recorded"
@@ -406,9 +415,7 @@ def test_on_a_device_without_graphs_nothing_is_said(caplog: pytest.LogCaptureFix
     model = opfuser.Sequential(opfuser.Linear(DIM, DIM))
     with opfuser.replay("auto"):
         train(model, torch.device("cpu"), 3)
-    plan = model.last_plan
-    assert plan is not None
-    assert plan.replays == ()
+    assert replays(model) == ()
     assert not [r for r in caplog.records if "[replay]" in r.getMessage()]
 
 
@@ -457,9 +464,7 @@ def test_recordings_make_way_for_none_that_nobody_asked_for(
 ) -> None:
     first, second, asked = block(device), block(device), block(device)
     train(first, device, BEFORE + TRIAL)
-    plan = first.last_plan
-    assert plan is not None
-    size = plan.replays[0].bytes
+    size = replays(first)[0].bytes
     monkeypatch.setattr(RecordedGraph, "limit", int(1.5 * size / 0.05))
     monkeypatch.setattr(trial, "refusal_before_trial", lambda *_, **__: None)
     train(second, device, BEFORE + TRIAL)
@@ -532,9 +537,7 @@ def test_parameters_that_come_back_to_their_addresses(device: torch.device) -> N
         assert_same_grads(model, other)
     assert code(model) == ""
     assert count(model) > TRIAL
-    plan = model.last_plan
-    assert plan is not None
-    assert plan.replays[0].instances == 2
+    assert replays(model)[0].instances == 2
 
 
 @pytest.mark.usefixtures("auto")

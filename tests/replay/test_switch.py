@@ -18,7 +18,7 @@ from opfuser.engine.replayed import options
 from opfuser.engine.replayed.options import current
 from opfuser.errors import ArgumentError
 from opfuser.recipe import DelayedScaling
-from tests.replay.models import DIM, assert_equal, block, code, count, draw, twin, warm
+from tests.replay.models import DIM, assert_equal, block, code, count, draw, replays, twin, warm
 from tests.replay.recorded import RecordedGraph
 
 
@@ -26,9 +26,7 @@ def test_by_default_it_is_decided_from_times(device: torch.device) -> None:
     assert current().mode == "auto"
     model = block(device)
     warm(model, device, 2)
-    plan = model.last_plan
-    assert plan is not None
-    (record,) = plan.replays
+    (record,) = replays(model)
     assert (record.instances, record.refusal) == (0, None), "two calls are too few to decide from"
 
 
@@ -90,12 +88,11 @@ def test_plan_and_log(device: torch.device, caplog: pytest.LogCaptureFixture) ->
     model = block(device)
     with opfuser.replay("on"):
         warm(model, device, 3)
-    plan = model.last_plan
-    assert plan is not None
-    (record,) = plan.replays
+    (record,) = replays(model)
     assert (record.instances, record.replayed, record.refusal) == (1, 2, None)
     assert record.bytes > 0
     size = f"{record.bytes / 2**20:.1f} MiB"
+    plan = model.last_plan
     assert f"replay of 0-7: 2 calls replayed, 1 recording of {size}" in str(plan)
     assert plan == model.plan(draw(device).requires_grad_()), "recordings are no part of a plan"
     lines = [r.getMessage() for r in caplog.records if "[replay]" in r.getMessage()]
@@ -348,16 +345,13 @@ def test_memory_is_limited(device: torch.device, monkeypatch: pytest.MonkeyPatch
         return  # a pool has no less than 2 MiB
     with opfuser.replay("on", memory=1.0):
         warm(models[1], device, 3)
-        plan = models[1].last_plan
-        assert plan is not None
-        size = plan.replays[0].bytes
+        size = replays(models[1])[0].bytes
         monkeypatch.setattr(RecordedGraph, "limit", 1.5 * size)
         for _ in range(2):  # both take turns
             for model in models[1:]:
                 warm(model, device, 3)
     assert count(models[1]) > 4
-    recordings = [plan.replays[0].instances for m in models[1:] if (plan := m.last_plan)]
-    assert recordings == [0, 1]
+    assert [replays(model)[0].instances for model in models[1:]] == [0, 1]
 
 
 def test_backward_that_cannot_be_recorded(device: torch.device) -> None:
