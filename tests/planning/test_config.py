@@ -247,16 +247,6 @@ def test_nested_sequence_has_precedence_for_its_operations() -> None:
 
 
 @pytest.mark.usefixtures("pairs_are_fused")
-def test_blocks_that_end_out_of_order_take_back_their_own() -> None:
-    a = opfuser.fusion_config(OFF)
-    b = opfuser.fusion_config({"forward": {"pairs": {"enabled": True, "min_numel": 16}}})
-    a.__exit__()
-    assert said(four())[0] == [2]
-    b.__exit__()
-    assert said(four())[0] == [0, 2]
-
-
-@pytest.mark.usefixtures("pairs_are_fused")
 def test_without_a_block_it_stays_and_does_not_pile_up() -> None:
     try:
         for least in (12, 16):
