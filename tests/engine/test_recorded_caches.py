@@ -243,11 +243,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-@each_fresh
-def test_caches_of_other_kinds(fresh: Callable[[], Any], kind: str) -> None:
+@pytest.mark.parametrize("recorded", ["growing", "exactly full", "sliding layer"])
+def test_caches_of_other_kinds(recorded: str, kind: str) -> None:
     other: Any = OTHERS[kind]
     module = block()
-    record(module, fresh)
+    record(module, FRESH[recorded])
     x = image()
     with unrecorded():
         theirs = inferred(plain(module), x, other())
