@@ -39,6 +39,7 @@ class Spy(of.BasicOperation):
 @pytest.mark.parametrize("input_grad", [False, True])
 @pytest.mark.parametrize("trained", [None, 1, 2])
 def test_which_operations_need_backward(trained: int | None, input_grad: bool) -> None:
+    """Hazard 10: gradients follow the plan, and not what saved tensors say of themselves."""
     ops = [Spy(), Spy(parameter=True), Spy(parameter=True), Spy()]
     model = of.Sequential(*ops)
     for n in (1, 2):
