@@ -182,7 +182,9 @@ def test_an_operation_of_the_user_in_place_of_another_one() -> None:
 
 def test_operations_of_the_user_are_traced_in_each_layer() -> None:
     """They may read what nothing here knows of."""
-    layers, backend = [opfuser.Sequential(Square(), opfuser.GELU()) for _ in range(2)], counter()
+    kinds = Square, partial(opfuser.RMSNorm, 4), partial(opfuser.Linear, 4, 4), opfuser.GELU
+    layers = [opfuser.Sequential(*(kind() for kind in kinds)).double() for _ in range(2)]
+    backend = counter()
     check_layers(layers, backend)
     assert backend.frame_count == 2
 
