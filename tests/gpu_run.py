@@ -89,17 +89,17 @@ class _Failures:
     """Prints and keeps what fails, in the process that all results come to."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config, file = config, config.getoption("failed")
-        self._file = file
+        self.config, file = config, config.getoption("failed")
+        self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("", encoding="utf-8")
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport, when: str) -> None:
         if report.failed:
             line = f"FAILED {report.nodeid} ({when})"
-            self._config.get_terminal_writer().line(f"\n{line}")
-            self._config.get_terminal_writer().flush()
-            with self._file.open("a", encoding="utf-8") as out:
+            self.config.get_terminal_writer().line(f"\n{line}")
+            self.config.get_terminal_writer().flush()
+            with self.file.open("a", encoding="utf-8") as out:
                 out.write(f"{line}\n{report.longreprtext}\n\n")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

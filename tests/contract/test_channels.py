@@ -126,11 +126,6 @@ def test_one_producer_and_any_number_of_consumers(
     against(model, formula, rand(3, 8, grad=True), used=1)  # the public output is not
 
 
-def test_nested_sequentials_share_the_channels_of_their_parent() -> None:
-    model, x = of.Sequential(tap("a"), of.Sequential(of.SiLU(), add("a"))), rand(3, 8)
-    close(model(x), F.silu(x) + x)
-
-
 class WholeResidual(of.FusedOperation):
     """Holds both ends of a channel and routes it itself; notes what it was given."""
 

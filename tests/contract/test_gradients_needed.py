@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import opfuser as of
-from tests.contract.tensors import F64, against, fill, rand
+from tests.contract.tensors import against, rand
 
 
 class Spy(of.BasicOperation):
@@ -40,6 +39,7 @@ class Spy(of.BasicOperation):
 @pytest.mark.parametrize("input_grad", [False, True])
 @pytest.mark.parametrize("trained", [None, 1, 2])
 def test_which_operations_need_backward(trained: int | None, input_grad: bool) -> None:
+    """Hazard 10: gradients follow the plan, and not what saved tensors say of themselves."""
     ops = [Spy(), Spy(parameter=True), Spy(parameter=True), Spy()]
     model = of.Sequential(*ops)
     for n in (1, 2):
@@ -52,26 +52,3 @@ def test_which_operations_need_backward(trained: int | None, input_grad: bool) -
     for n, op in enumerate(ops):
         own = (trained == n,) if n in (1, 2) else ()
         assert op.needs == ([(input_grad or n > first, own)] if n >= first else [])
-
-
-@pytest.mark.parametrize(("input_grad", "weight_grad"), [(True, False), (False, True), (1, 1)])
-@pytest.mark.parametrize("leading", [0, 2])
-def test_hazard_10_gradients_follow_the_plan_not_saved_tensors(
-    input_grad: bool, weight_grad: bool, leading: int
-) -> None:
-    """What ``requires_grad`` says of a saved tensor means nothing inside of a Function."""
-    head: list[nn.Module] = [of.ConstantScale(0.5), of.SiLU()][:leading]
-    seq = fill(of.Sequential(*head, of.BasicLinear(8, 8, **F64), of.SiLU(), Spy(True)))
-    seq.requires_grad_(bool(weight_grad))
-
-    def formula(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        a = x * 1.5
-        for op in head:
-            a = a * 0.5 if isinstance(op, of.ConstantScale) else F.silu(a)
-        w, v = (value for name, value in p.items() if name.endswith("weight"))
-        return F.silu(F.linear(a, w)) * v
-
-    # The input of the sequence is no leaf.
-    x, named = rand(3, 8, grad=bool(input_grad)), seq.named_parameters()
-    (y,) = against(lambda x: seq(x * 1.5), formula, x, parameters=named)
-    assert y.requires_grad

@@ -1,6 +1,7 @@
 """Every operation inside nested Sequentials, between others: values and gradients.
 
-Alone they are tested in tests/basic, also against formulas; here, what a Sequential adds.
+Alone they are tested in tests/basic, also against formulas; here, what a Sequential adds. Unusual
+shapes and layouts (hazard 13): ``check_op`` and ``check_fusion``, of all operations and fusions.
 """
 
 from __future__ import annotations

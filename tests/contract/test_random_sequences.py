@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from opfuser.op import BasicOperation, FusedOperation
 
 F64 = torch.float64
 WIDTH = 4
+BRANCHES = count()
 
 
 def _linear(r: Random) -> nn.Module:
@@ -44,15 +46,18 @@ def _linear_to(width: int) -> nn.Module:
 
 
 def _branch(r: Random) -> nn.Module:
-    return of.Residual(*_modules(r, r.randint(1, 3)))
+    branch = of.Residual(*_modules(r, r.randint(1, 3)))
+    branch[0].channels = branch[-1].channels = f"branch {next(BRANCHES)}", False
+    return branch
 
 
 def _channel(r: Random) -> nn.Module:
     """A tap that the caller may get too, read in place or exchanged, over anything."""
     name = f"channel {r.random()}"
-    tap = of.MakeExtraOutput(in_place=r.random() < 0.5)
-    tap.set_extra_output_channel(0, name, output_to_caller=r.random() < 0.5)
+    tap, public = of.MakeExtraOutput(in_place=r.random() < 0.5), r.random() < 0.5
+    tap.set_extra_output_channel(0, name, output_to_caller=public)
     reader = of.SwapExtra() if r.random() < 0.3 else of.AddExtraInput(in_place=r.random() < 0.5)
+    tap.channels, reader.channels = (name, public), (name, True)
     return of.Sequential(
         tap, *_modules(r, r.randint(1, 3)), reader.set_extra_input_channel(0, name)
     )
@@ -86,8 +91,8 @@ KINDS: list[Callable[[Random], nn.Module]] = [
 ]  # fmt: skip
 
 
-def _modules(r: Random, count: int) -> list[nn.Module]:
-    return [r.choice(KINDS)(r) for _ in range(count)]
+def _modules(r: Random, number: int) -> list[nn.Module]:
+    return [r.choice(KINDS)(r) for _ in range(number)]
 
 
 def _flat(modules: Any) -> Iterator[nn.Module]:
@@ -104,23 +109,23 @@ def _by_references(
     seq: of.Sequential, x: Tensor, extra_input: Callable[[nn.Module, Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
     """Output and extra outputs; ``extra_input`` is what the caller passes to an operation."""
-    stored: dict[Any, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     outputs: list[Tensor] = []
-
-    def key(channel: Any) -> Any:
-        return channel if type(channel) is str else id(channel)  # private ones have one name
-
     for op in _flat(seq):
         if not isinstance(op, BasicOperation):
             x = op(x)
             continue
+        # Of the single extra input or the first extra output; SwapExtra has one of either.
+        channel, public = getattr(op, "channels", ("", True))
+        reads = channel if op.num_extra_inputs else ""
         extras = [
-            extra_input(op, x) if c is None else stored[key(c)] for c in op._extra_input_channels
+            stored[reads] if reads else extra_input(op, x) for _ in range(op.num_extra_inputs)
         ]
         result = op.reference(x, *extras)
         x, *made = result if op.num_extra_outputs else (result,)
-        for y, channel, public in zip(made, op._extra_output_channels, op._extra_output_to_caller):
-            stored[key(channel)] = y
+        for y in made:
+            if channel and not reads:
+                stored[channel] = y
             outputs += [y] if public else []
     return (x, *outputs)
 

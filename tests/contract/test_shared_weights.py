@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -334,16 +333,4 @@ def test_by_hand_every_gradient_is_written_over() -> None:
     dy, x = rand(5, 6), rand(5, 6)
     for _ in range(2):
         op.weight_grad(dy, x)
-        close(op.weight.main_grad, dy.t() @ x)
-
-
-# What torch 2.11 imports for it is deprecated by torch itself.
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_compiled_autograd_works_for_a_weight_that_is_used_once() -> None:
-    op = into_main_grad()
-    x, dy = rand(5, 6), rand(5, 6)
-    for _ in range(2):
-        y = op(x)
-        with compiled_autograd._enable(torch.compile(backend="eager")):
-            y.backward(dy)
         close(op.weight.main_grad, dy.t() @ x)

@@ -351,6 +351,10 @@ def test_methods_that_are_missing() -> None:
         )  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"must implement fuser_backward \(Neither\)"):
         base.fuser_backward(compound, [], x, basic_op_grad_extra_outputs=[])
+    with pytest.raises(NotImplementedError) as error:
+        type("Lazy", (BasicOperation,), {"num_extra_inputs": 2})()(x, x, x)
+    assert "must implement fuser_forward and fuser_backward itself (Lazy)" in str(error.value)
+    assert "Received: 2 extra inputs, 0 extra outputs" in str(error.value)
     half = type("Half", (BasicOperation,), {})
     with pytest.raises(NotImplementedError, match=r"must implement op_forward \(Half\)"):
         half()(x)

@@ -62,22 +62,6 @@ def test_extra_tensors_come_and_go_in_operation_order(
 # Gradients.
 
 
-def test_no_gradient_comes_back_from_behind() -> None:
-    """The operation behind returns None: the gradient of the output is zero, in its shape."""
-    seq, x = opfuser.Sequential(Times(), RowSum(), Stop()), randn(2, 3, grad=True)
-    y, sums = seq(x)
-    assert (y.shape, sums.shape) == ((2, 3), (2, 1))
-    same(grads(sums, [x, seq[0].w]), grads((x * seq[0].w).sum(-1, keepdim=True), [x, seq[0].w]))
-
-
-def test_gradients_stop_where_an_operation_passes_none() -> None:
-    seq, x = opfuser.Sequential(Times(), Stop(), Times()), randn(2, 3, grad=True)
-    dx, first, second = grads(seq(x), [x, seq[0].w, seq[2].w])
-    for grad in (dx, first):
-        assert grad is None or not grad.any()
-    same(second, grads(torch.ones(2, 3, dtype=x.dtype) * seq[2].w, [seq[2].w])[0])
-
-
 def test_extra_outputs_in_front_of_the_first_gradient_need_none() -> None:
     seq, x = opfuser.Sequential(MakeExtraOutput(), RowSum(), Times()), randn(2, 3)
     y, tap, sums = seq(x)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import gc
 import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 import opfuser
 from opfuser import fuser as fuser_module
 from opfuser.core.context import TensorFacts
-from opfuser.engine import guards
 from opfuser.engine.guards import MAX_RECENT, expression, guard_of
 from opfuser.engine.plan_key import CallFacts, PlanKey, call_facts
 from opfuser.fuser import OperationFuser
@@ -118,38 +116,6 @@ def test_a_guard_is_true_where_the_facts_are_equal_and_nowhere_else() -> None:
 
 X, W, E = torch.zeros(2, 3), torch.zeros(3), torch.zeros(2)
 BASE = Call(X, [torch.zeros(2), W], [torch.zeros(2), E])
-# Of each fact that is another one, all others as in BASE.
-ONE_FACT: dict[str, Call] = {
-    "dtype": BASE._replace(x=X.double()),
-    "device": BASE._replace(x=X.to("meta")),
-    "requires_grad": BASE._replace(x=X.clone().requires_grad_()),
-    "grad mode": BASE._replace(contexts=(torch.no_grad,)),
-    "autocast": BASE._replace(contexts=(autocast(torch.bfloat16),)),
-    "another autocast": BASE._replace(contexts=(autocast(torch.float16),)),
-    "recipe": BASE._replace(recipe=DelayedScaling()),
-    "another recipe": BASE._replace(recipe=DelayedScaling(margin=1)),
-    "dtype of a parameter": BASE._replace(parameters=[BASE.parameters[0], W.double()]),
-    "shape of a parameter": BASE._replace(parameters=[BASE.parameters[0], torch.zeros(3, 1)]),
-    "requires_grad of a parameter": BASE._replace(
-        parameters=[BASE.parameters[0], W.clone().requires_grad_()]
-    ),
-    "number of parameters": BASE._replace(parameters=[*BASE.parameters, W]),
-    "dtype of an extra input": BASE._replace(extras=[BASE.extras[0], E.double()]),
-    "requires_grad of an extra input": BASE._replace(
-        extras=[BASE.extras[0], E.clone().requires_grad_()]
-    ),
-    "number of extra inputs": BASE._replace(extras=[*BASE.extras, E]),
-    "no extra inputs": BASE._replace(extras=[]),
-}
-
-
-@pytest.mark.parametrize("fact", ONE_FACT)
-def test_one_other_fact_is_another_call(fact: str) -> None:
-    other = ONE_FACT[fact]
-    assert other.passes(other.facts())
-    assert BASE.passes(BASE.facts())
-    assert not other.passes(BASE.facts())
-    assert not BASE.passes(other.facts())
 
 
 def test_what_is_no_fact_is_the_same_call() -> None:
@@ -206,7 +172,8 @@ HOSTILE = "x or __import__('os')\n#"
 def test_nothing_of_a_users_becomes_code() -> None:
     kind = type(HOSTILE, (DelayedScaling,), {"__repr__": lambda self: HOSTILE})
     recipe = kind(margin=1)
-    call = ONE_FACT["requires_grad"]._replace(recipe=recipe, contexts=(autocast(torch.bfloat16),))
+    context = autocast(torch.bfloat16)
+    call = BASE._replace(x=X.clone().requires_grad_(), recipe=recipe, contexts=(context,))
     text, names = expression(CallFacts.frozen(call.facts()))
     assert recipe in names.values()
     assert call.passes(call.facts())
@@ -222,64 +189,6 @@ def test_nothing_of_a_users_becomes_code() -> None:
 
 
 # Of the calls of a fuser.
-
-
-class Setup:
-    """A fuser, and tensors to plan for."""
-
-    def __init__(self) -> None:
-        self.linear, self.gelu = opfuser.Linear(4, 4), opfuser.GELU()
-        self.linear.requires_grad_(False)
-        self.fuser = OperationFuser([self.linear, opfuser.AddExtraInput(), self.gelu])
-        self.x, self.extra = torch.ones(2, 4), torch.ones(2, 4)
-
-    def plan(self) -> opfuser.Plan:
-        return self.fuser.plan(self.x, self.extra)
-
-
-@contextmanager
-def of(thing: object, name: str, value: Any) -> Iterator[None]:
-    """Has ``thing.name`` be ``value`` for the block."""
-    before = getattr(thing, name)
-    setattr(thing, name, value)
-    yield
-    setattr(thing, name, before)
-
-
-def unused(ops: Sequence[Any]) -> Sequence[Any]:
-    return ops
-
-
-CONFIG = {"forward": {"forward_linear_bias_add": {"enabled": False}}}
-CHANGES: dict[str, Callable[[Setup], AbstractContextManager[Any]]] = {
-    "dtype": lambda s: of(s, "x", s.x.double()),
-    "device": lambda s: of(s, "x", s.x.to("meta")),
-    "requires_grad": lambda s: of(s.x, "requires_grad", True),
-    "grad mode": lambda s: torch.no_grad(),
-    "autocast": lambda s: torch.autocast("cpu", torch.bfloat16),
-    "recipe": lambda s: opfuser.autocast(recipe=DelayedScaling()),
-    "dtype of an extra input": lambda s: of(s, "extra", s.extra.double()),
-    "requires_grad of an extra input": lambda s: of(s.extra, "requires_grad", True),
-    "dtype of a parameter": lambda s: of(s.linear.bias, "data", torch.ones(4).double()),
-    "shape of a parameter": lambda s: of(s.linear.bias, "data", torch.ones(1)),
-    "requires_grad of a parameter": lambda s: of(s.linear.bias, "requires_grad", True),
-    "training": lambda s: of(s.gelu, "training", False),
-    "an attribute": lambda s: of(s.gelu, "approximate", "none"),
-    "a registered fusion": lambda s: opfuser.register_forward_fusion(unused),
-    "a switch": lambda s: opfuser.disable("*"),
-    "a configuration": lambda s: opfuser.fusion_config(CONFIG),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_leads_to_another_plan_and_back(change: str) -> None:
-    setup = Setup()
-    before = setup.plan()
-    with CHANGES[change](setup):
-        after = setup.plan()
-        assert after is not before
-        assert setup.plan() is after
-    assert setup.plan() is before
 
 
 @pytest.fixture
@@ -357,14 +266,3 @@ def test_a_guard_keeps_no_parameters() -> None:
     old = weakref.ref(linear.bias)
     linear.bias = nn.Parameter(torch.ones(4))
     assert old() is None
-
-
-def test_a_guard_is_freed_without_the_garbage_collector() -> None:
-    guard = guards._compiled(CallFacts.frozen(BASE.facts()))
-    freed = weakref.ref(guard)
-    gc.disable()
-    try:
-        del guard
-        assert freed() is None
-    finally:
-        gc.enable()

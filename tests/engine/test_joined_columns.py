@@ -60,7 +60,6 @@ def gated(activation: nn.Module, bias: bool = False) -> list[nn.Module]:
 
 LAYERS = {
     "attention": attention,
-    "with biases": lambda: attention(bias=True),
     "rotary": lambda: attention(rotary()),
     "rotary, part of a head": lambda: attention(rotary(rotary_dim=4)),
     "rotary, neighbors": lambda: attention(rotary(interleaved=True), bias=True),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bdb
 import cProfile
-import inspect
 import io
 import linecache
 import pdb
@@ -14,7 +12,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -239,6 +236,10 @@ def notes_of(call: Callable[[], Any], kind: type[Exception] = ValueError) -> lis
     return getattr(raised.value, "__notes__", [])
 
 
+def fails(*_: Any, **__: Any) -> Any:
+    raise ValueError("no luck")
+
+
 def passes(seq: nn.Module, *inputs: Tensor) -> Callable[[], Any]:
     return lambda: seq(*inputs).sum().backward()
 
@@ -255,9 +256,6 @@ def test_notes_name_pass_step_and_path(stage: str) -> None:
 
 @NOTES
 def test_notes_of_a_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise ValueError("no luck")
-
     seq, x = mlp(), torch.randn(2, 8, requires_grad=True)
     step = seq.plan(x).backward[1]
     y = seq(x)
@@ -269,10 +267,6 @@ def test_notes_of_a_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @NOTES
 def test_notes_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of a step that fails stands right before the next step."""
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise ValueError("no luck")
-
     seq = Sequential({"first": GELU(), "second": SiLU(), "third": GELU()})
     y = seq(torch.randn(2, 8, requires_grad=True))
     monkeypatch.setattr(SiLU, "op_backward", fails)
@@ -317,9 +311,6 @@ def test_a_checkpoint_notes_the_pass_that_failed() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("op_pass", ["op_forward", "op_backward"])
 def test_what_is_traced_notes_nothing(monkeypatch: pytest.MonkeyPatch, op_pass: str) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise ValueError("no luck")
-
     torch._dynamo.reset()
     monkeypatch.setattr(GELU, op_pass, fails)
     seq, x = Sequential(GELU(), GELU()), torch.randn(2, 3, requires_grad=True)
@@ -367,29 +358,6 @@ def test_an_exception_keeps_nothing_in_cycles() -> None:
 # Debuggers and profilers.
 
 
-def test_a_debugger_steps_through() -> None:
-    seen: list[tuple[str, str]] = []
-
-    class Watching(bdb.Bdb):
-        def user_line(self, frame: FrameType) -> None:
-            file = frame.f_code.co_filename
-            if file.startswith(PREFIX):
-                seen.append((frame.f_code.co_name, linecache.getline(file, frame.f_lineno).strip()))
-                self.set_next(frame)
-            else:
-                self.set_step()
-
-    seq, x = Sequential(Times(), Square()), randn(2, 3, grad=True)
-    program = lines_of(seq, x)
-    seq(x).sum().backward()  # the first call with an operation of a user's is verified
-    debugger = Watching()
-    debugger.runcall(seq, x)
-    lines = [line for name, line in seen if name == "forward"]
-    assert any("op0.op_forward(" in line for line in lines)
-    assert lines[-1] == "return x, []"
-    assert [line for line in lines if line not in program] == []
-
-
 def test_pdb_shows_the_program() -> None:
     """``breakpoint()`` in an operation: one frame up is its line."""
     out = io.StringIO()
@@ -408,21 +376,6 @@ def test_pdb_shows_the_program() -> None:
     assert "->" in shown[shown.index("op1.op_forward(") - 20 : shown.index("op1.op_forward(")]
     assert "Stops()" in shown
     assert PREFIX in shown
-
-
-def test_the_source_of_a_function_is_found() -> None:
-    """As ``inspect`` and IPython look for it."""
-    sources = []
-
-    class Looks(Times):
-        def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
-            sources.append(inspect.getsource(sys._getframe(1).f_code))
-            return super().op_forward(ctx, input_, **kwargs)
-
-    seq, x = Sequential(Looks()), randn(2, 3)
-    seq(x).sum().backward()
-    seq(x)
-    assert sources[1] == seq.plan(x).program.split("\n\n")[0] + "\n"
 
 
 def test_a_profile_names_file_and_function() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 import opfuser
 from opfuser import GELU, BasicOperation, Linear, RMSNorm
 from opfuser.engine import ranges
-from tests.replay.conftest import device, replaying
+from tests.replay.conftest import cpu, device, replaying
 
-__all__ = ["device", "replaying"]
+__all__ = ["cpu", "device", "replaying"]
 
 
 def ranges_of(call: Callable[[], Any]) -> list[FunctionEvent]:
@@ -110,22 +109,24 @@ def test_names_follow_where_an_operation_stands() -> None:
     seq.register_forward_hook(lambda *_: None)  # called as a module, not taken into the group
     outer = opfuser.Sequential({"inner": seq})
     assert names(lambda: outer(x)) == ["opfuser::inner.0::RMSNorm.forward"]
-
-
-def test_operation_outside_of_a_sequential_has_no_path() -> None:
-    x = torch.randn(4, 8)
     assert names(lambda: RMSNorm(8)(x)) == ["opfuser::RMSNorm.forward"]
 
 
-def test_without_a_profiler_no_range_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by the names of ranges that begin."""
+    names: list[str] = []
 
     class Range(profiler.record_function):
         def __init__(self, name: str) -> None:
-            opened.append(name)
+            names.append(name)
             super().__init__(name)
 
     monkeypatch.setattr(ranges, "record_function", Range)
+    return names
+
+
+def test_without_a_profiler_no_range_is_opened(opened: list[str]) -> None:
     call = step(model(), torch.randn(4, 8))
     call()
     assert not opened
@@ -191,7 +192,7 @@ def test_transforms_run_within_ranges() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it traces
 @pytest.mark.parametrize("of_user", [True, False])
 def test_compiled_code_has_no_ranges_and_is_not_traced_again(
-    of_user: bool, monkeypatch: pytest.MonkeyPatch
+    of_user: bool, opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     # With an operation of the user Dynamo traces the steps itself; without, AOTAutograd does.
@@ -200,10 +201,8 @@ def test_compiled_code_has_no_ranges_and_is_not_traced_again(
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(seq, backend=counter, fullgraph=True)
     call = step(compiled, x)
-    opened = []
     with monkeypatch.context() as patch:
         patch.setattr(profiler, "_is_profiler_enabled", True)  # while it is traced
-        patch.setattr(ranges, "record_function", lambda name: opened.append(name) or nullcontext())
         call()
     assert not opened
     call()
@@ -259,16 +258,8 @@ def test_kernels_of_a_gpu_stand_under_the_steps_that_launched_them() -> None:
 
 
 @pytest.mark.gpu
-def test_nvtx_gets_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvtx_gets_the_ranges(opened: list[str]) -> None:
     seq, x = model().cuda(), torch.randn(4, 8, device="cuda")
-    opened = []
-
-    class Range(profiler.record_function):
-        def __init__(self, name: str) -> None:
-            opened.append(name)
-            super().__init__(name)
-
-    monkeypatch.setattr(ranges, "record_function", Range)
     with profiler.emit_nvtx():
         step(seq, x)()
     assert any(name.endswith(".forward") for name in opened)

@@ -41,11 +41,6 @@ def layer_of_transformers() -> Any:
     return transformers.cache_utils.DynamicLayer()
 
 
-def exactly_full() -> KVCache:
-    """Room for one image, of which gradients exist."""
-    return KVCache(LENGTH)
-
-
 def cleared() -> KVCache:
     """Has memory from before."""
     cache = KVCache()
@@ -60,14 +55,22 @@ def sliding_layer(window: int = 2) -> Any:
     return made(sliding_window=window)
 
 
-FRESH = [KVCache, exactly_full, cleared, layer_of_transformers, sliding_layer]
-each_fresh = pytest.mark.parametrize("fresh", FRESH, ids=lambda make: make.__name__)
+FRESH: dict[str, Callable[[], Any]] = {
+    "growing": KVCache,
+    "exactly full": lambda: KVCache(LENGTH),  # of which gradients exist
+    "cleared": cleared,
+    "layer": layer_of_transformers,
+    "sliding layer": sliding_layer,
+}
+each_fresh = pytest.mark.parametrize("fresh", FRESH.values(), ids=FRESH)
 
 
-def held(cache: Any) -> list[Tensor]:
-    """What a cache holds, and how much of it counts."""
-    names = ("_k", "_v", "length", "start", "keys", "values")
-    found = [getattr(cache, name, None) for name in names]
+def held(cache: Any, x: Tensor) -> list[Tensor]:
+    """What a cache holds after a call with ``x``, and how much of it counts."""
+    found = [getattr(cache, name, None) for name in ("keys", "values", "length", "start")]
+    if isinstance(cache, KVCache):
+        nothing = x.new_empty(len(x), 2, 0, D // 2)
+        found = [*copy.deepcopy(cache).update(nothing, nothing), *found]
     return [torch.as_tensor(t) for t in found if t is not None]
 
 
@@ -80,12 +83,12 @@ def trained(module: nn.Module, x: Tensor, cache: Any) -> list[Tensor]:
     """The output, the gradients, and what the cache holds."""
     y = called(module, x, cache)
     grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
-    return [y, *grads, *held(cache)]
+    return [y, *grads, *held(cache, x)]
 
 
 def inferred(module: nn.Module, x: Tensor, cache: Any) -> list[Tensor]:
     with torch.no_grad():
-        return [called(module, x, cache), *held(cache)]
+        return [called(module, x, cache), *held(cache, x)]
 
 
 def record(
@@ -131,7 +134,7 @@ def in_steps(module: nn.Module, x: Tensor, cache: Any) -> tuple[list[Tensor], in
     with passes() as names, torch.no_grad():
         for part in x.split([3, 1, 1, 2, 1, 2], 1):
             results += [called(module, part.contiguous(), cache)]
-            results += [t.clone() for t in held(cache)]
+            results += [t.clone() for t in held(cache, x)]
     return results, len(names)
 
 
@@ -214,18 +217,10 @@ def filled() -> KVCache:
     return cache
 
 
-def roomy() -> KVCache:
-    return KVCache(12)
-
-
 def filled_layer() -> Any:
     layer = layer_of_transformers()
     layer.update(*torch.ones(2, 2, 2, 5, D // 2))
     return layer
-
-
-def wider_layer() -> Any:
-    return sliding_layer(5)
 
 
 def layer_with_its_own_update() -> Any:
@@ -234,22 +229,32 @@ def layer_with_its_own_update() -> Any:
     return layer
 
 
-OTHERS = [_Twice, _Doubled, _Own, _Stores, filled, filled_layer, layer_with_its_own_update]
-RECORDED = [roomy, wider_layer]
+RECORDED: dict[str, Callable[[], Any]] = {
+    "more room": lambda: KVCache(12),
+    "wider window": lambda: sliding_layer(5),
+}
+OTHERS = {
+    **{kind.__name__: kind for kind in (_Twice, _Doubled, _Own, _Stores)},
+    "filled": filled,
+    "filled layer": filled_layer,
+    "layer with its own update": layer_with_its_own_update,
+    **RECORDED,
+}
 
 
-@pytest.mark.parametrize("other", [*OTHERS, *RECORDED], ids=lambda make: make.__name__.strip("_"))
-@each_fresh
-def test_caches_of_other_kinds(fresh: Callable[[], Any], other: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("recorded", ["growing", "exactly full", "sliding layer"])
+def test_caches_of_other_kinds(recorded: str, kind: str) -> None:
+    other: Any = OTHERS[kind]
     module = block()
-    record(module, fresh)
+    record(module, FRESH[recorded])
     x = image()
     with unrecorded():
         theirs = inferred(plain(module), x, other())
     for _ in range(ENOUGH):
         with passes() as names:
             assert_same(inferred(module, x, other()), theirs)
-    assert bool(names) == (other in RECORDED)
+    assert bool(names) == (kind in RECORDED)
 
 
 class Asking(DotProductAttention):
@@ -312,7 +317,7 @@ def test_a_cache_within_called_sequences() -> None:
         op = next(m for m in module.modules() if isinstance(m, DotProductAttention))
         cache = KVCache()
         with torch.no_grad():
-            return [module(x, op_kwargs={op: {"cache": cache}}), *held(cache)]
+            return [module(x, op_kwargs={op: {"cache": cache}}), *held(cache, x)]
 
     module, x = make(), image()
     for _ in range(ENOUGH):
@@ -324,9 +329,9 @@ def test_a_cache_within_called_sequences() -> None:
         assert_same(ours, call(twin(make, module)))
 
 
-def filled_part(cache: KVCache) -> list[Tensor]:
+def filled_part(cache: KVCache, x: Tensor) -> list[Tensor]:
     """The keys and values that count."""
-    return [t[:, :, : int(cache.length)] for t in held(cache)[:2]]
+    return [t[:, :, : int(cache.length)] for t in held(cache, x)[:2]]
 
 
 def test_a_call_that_fails_stores_nothing() -> None:
@@ -342,14 +347,14 @@ def test_a_call_that_fails_stores_nothing() -> None:
     caches = KVCache(9 * LENGTH), KVCache(8 * LENGTH)
     for _ in range(8):
         step(module)
-    before = [t.clone() for t in filled_part(caches[0])]
+    before = [t.clone() for t in filled_part(caches[0], x)]
     texts = []
     for each in (module, other):
         with passes() as names, unrecorded(), pytest.raises(CacheFullError) as caught:
             step(each)
         assert names == ["forward"] * (each is module)
         assert [int(cache.length) for cache in caches] == [8 * LENGTH] * 2
-        assert_same([t.clone() for t in filled_part(caches[0])], before)
+        assert_same([t.clone() for t in filled_part(caches[0], x)], before)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
     assert texts[0].endswith("It was raised in op 10 (DotProductAttention) of the sequence.")

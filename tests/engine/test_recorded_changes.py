@@ -50,40 +50,37 @@ def _tie_biases(module: nn.Module) -> None:
             other.bias = first.bias
 
 
-def _set_eps(module: nn.Module) -> None:
-    next(m for m in module.modules() if isinstance(m, RMSNorm)).eps = 0.5
+def _each(change: Callable[[nn.Parameter], object], step: int = 1) -> Callable[[nn.Module], None]:
+    def changes(module: nn.Module) -> None:
+        for p in list(module.parameters())[::step]:
+            change(p)
+
+    return changes
 
 
-def _double_values(module: nn.Module) -> None:
-    for p in module.parameters():
-        p.data.mul_(2)
-
-
-def _move(module: nn.Module) -> None:
-    for p in module.parameters():
-        p.data = p.data.clone()
-
-
-def _freeze(module: nn.Module) -> None:
-    for p in list(module.parameters())[::2]:
-        p.requires_grad_(False)
-
-
-CHANGES = [_transpose_weights, _replace_weights, _tie_biases, _set_eps, _double_values, _move]
-CHANGES += [_freeze, nn.Module.double, nn.Module.eval, nn.Module.requires_grad_]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "transposed weights": _transpose_weights,
+    "other weights": _replace_weights,
+    "tied biases": _tie_biases,
+    "eps": lambda m: setattr(next(n for n in m.modules() if isinstance(n, RMSNorm)), "eps", 0.5),
+    "other values": _each(lambda p: p.data.mul_(2)),
+    "moved": _each(lambda p: setattr(p, "data", p.data.clone())),
+    "partly frozen": _each(lambda p: p.requires_grad_(False), 2),
+    "double": nn.Module.double,
+    "eval": nn.Module.eval,
+    "trained": nn.Module.requires_grad_,
+}
 
 
 @pytest.mark.parametrize("make", [block, mlp])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_changes_of_a_module_take_effect(
-    change: Callable[[nn.Module], Any], make: Callable[[], Sequential]
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_a_module_take_effect(change: str, make: Callable[[], Sequential]) -> None:
     module = make()
     x = image()
     record(module, x)
     other = twin(make, module)
-    change(module)
-    change(other)
+    for each in (module, other):
+        CHANGES[change](each)
     x = x.detach().to(next(module.parameters()).dtype).requires_grad_()
     with unrecorded():
         theirs = both(other, x)
@@ -91,47 +88,28 @@ def test_changes_of_a_module_take_effect(
         assert_same(both(module, x), theirs)
 
 
-def _expanded() -> Tensor:
-    return torch.randn(3, D).expand(2, 3, D)
-
-
-def _strided() -> Tensor:
-    return torch.randn(2, 3, 2 * D)[..., ::2]
-
-
-def _other_rows() -> Tensor:
-    return torch.randn(5, 1, D)
-
-
-def _two_dimensions() -> Tensor:
-    return torch.randn(6, D)
-
-
-def _empty() -> Tensor:
-    return torch.randn(0, 3, D)
-
-
 def _inference() -> Tensor:
     with torch.inference_mode():
         return torch.randn(2, 3, D)
 
 
-def _double() -> Tensor:
-    return torch.randn(2, 3, D, dtype=torch.float64)
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.randn(3, D).expand(2, 3, D),
+    "strided": lambda: torch.randn(2, 3, 2 * D)[..., ::2],
+    "other rows": lambda: torch.randn(5, 3, D),
+    "two dimensions": lambda: torch.randn(6, D),
+    "empty": lambda: torch.randn(0, 3, D),
+    "of inference mode": _inference,
+    "double": lambda: torch.randn(2, 3, D, dtype=torch.float64),
+}
 
 
 @pytest.mark.parametrize("call", [both, output])
-@pytest.mark.parametrize(
-    "other_input",
-    [_expanded, _strided, _other_rows, _two_dimensions, _empty, _inference, _double],
-    ids=lambda make: make.__name__.strip("_"),
-)
-def test_inputs_of_other_kinds(
-    other_input: Callable[[], Tensor], call: Callable[..., list[Tensor]]
-) -> None:
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_of_other_kinds(kind: str, call: Callable[..., list[Tensor]]) -> None:
     module = mlp()
     record(module, image(), call=call)
-    x = other_input()
+    x = INPUTS[kind]()
     if x.dtype == torch.float64:
         module.double()
     if x.is_inference():
@@ -147,27 +125,19 @@ class _Wrapped(Tensor):
     """A subclass, which may mean anything."""
 
 
-def _sparse() -> Tensor:
-    return torch.eye(3, D).to_sparse()
-
-
-def _csr() -> Tensor:
-    return torch.eye(3, D).to_sparse_csr()
-
-
-def _nested() -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(D), torch.ones(2 * D)])
-
-
-def _jagged() -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(3, D)], layout=torch.jagged)
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.eye(3, D).to_sparse(),
+    "csr": lambda: torch.eye(3, D).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(D), torch.ones(2 * D)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(3, D)], layout=torch.jagged),
+}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor")
-@pytest.mark.parametrize("layout", [_sparse, _csr, _nested, _jagged])
-def test_inputs_of_other_layouts(layout: Callable[[], Tensor]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_of_other_layouts(layout: str) -> None:
     """Also where they claim the sizes and strides of the tensor that was recorded."""
-    x = layout()
+    x = LAYOUTS[layout]()
     module = opfuser.ReLU()
     record(module, torch.zeros(()).expand(3, D), call=output)
     with unrecorded():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from opfuser import GELU, DotProductAttention, Linear, Sequential
-from opfuser.engine.program import Program
 from opfuser.engine.recorded import specialized
 from opfuser.engine.recorded.functions import NotRecordableError
+from tests.engine.recorded_toys import passes
 
 D = 8
 
@@ -21,34 +21,32 @@ def call(seq: Sequential, rows: int, times: int) -> None:
             seq(torch.ones(rows, D))
 
 
-def recorded(seq: Sequential) -> list[int]:
-    """The rows of the calls that are recorded, the latest first."""
-    (program,) = seq._module_groups[0]._programs.values()
-    assert isinstance(program, Program)
-    found = program.specializations.found
-    parameters = seq._module_groups[0]._read_parameters()
-    of_rows = {rows: torch.ones(rows, D) for rows in range(1, 40)}
-    with torch.no_grad():
-        return [
-            rows
-            for special in found
-            for rows, x in of_rows.items()
-            if special.guard(x, parameters, (), ())
-        ]
+def is_recorded(seq: Sequential, rows: int) -> bool:
+    """Whether one more call with so many rows runs what was recorded."""
+    with passes() as names:
+        call(seq, rows, 1)
+    return names == ["forward"]
 
 
 def test_a_ninth_kind_replaces_the_one_that_was_unused_for_longest() -> None:
     seq = Sequential(Linear(D, D), GELU())
     for rows in range(1, 9):
         call(seq, rows, 2)
-    assert recorded(seq) == list(range(8, 0, -1))
-    call(seq, 1, 1)  # so that 2 was unused for longest
+    assert all(is_recorded(seq, rows) for rows in (*range(1, 9), 1))  # 2 was unused for longest
     call(seq, 9, 16)
-    assert 9 not in recorded(seq), "it may not come again"
-    call(seq, 9, 1)
-    assert recorded(seq) == [9, 1, 8, 7, 6, 5, 4, 3]
-    call(seq, 2, 1)
-    assert recorded(seq) == [9, 1, 8, 7, 6, 5, 4, 3], "no matter how often it came before"
+    assert not is_recorded(seq, 9), "it may not come again"
+    assert all(is_recorded(seq, rows) for rows in (9, 1, *range(8, 2, -1)))
+    for _ in range(2):
+        assert not is_recorded(seq, 2), "no matter how often it came before"
+    assert all(is_recorded(seq, rows) for rows in (9, 1, *range(8, 2, -1)))
+
+
+def test_kinds_of_long_ago_are_forgotten() -> None:
+    """So that not all that ever came are kept."""
+    seq = Sequential(Linear(D, D), GELU())
+    for rows in range(1, 70):
+        call(seq, rows, 1)
+    assert [is_recorded(seq, 1) for _ in range(3)] == [False, False, True]
 
 
 def test_ever_other_shapes_are_hardly_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

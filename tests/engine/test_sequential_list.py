@@ -256,20 +256,6 @@ def test_edits_take_effect_at_the_next_call() -> None:
     assert nested(x).item() == 100 * before
 
 
-def test_module_interface() -> None:
-    """apply, children, modules, requires_grad_, half … reach everything, parts of Linear too."""
-    seq = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Sequential(Times()))
-    assert [n for n, _ in seq.named_parameters()] == ["0.weight", "0.bias", "1.0.w"]
-    names: list[str] = []
-    seq.apply(lambda m: names.append(type(m).__name__))
-    assert {"Linear", "Times"} <= set(names)
-    seq.requires_grad_(False)
-    assert not seq(torch.ones(1, 3)).requires_grad
-    assert {p.dtype for p in seq.half().parameters()} == {torch.float16}
-    assert seq.eval()[0].basic_ops[0].training is False
-    assert "Linear" in repr(seq)
-
-
 def test_parts_and_repetitions_keep_the_recipe() -> None:
     """Else they would silently compute otherwise than the sequence that they are taken from."""
     seq = opfuser.Sequential(opfuser.Linear(16, 16), opfuser.ReLU(), recipe=DelayedScaling())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import opfuser as of
-from tests.engine.toys import F64, grads, plain_sigmoids, randn, same, sigmoids
+from tests.engine.toys import F64, randn, same
 
 
 def together(*functions: Callable[[], Any]) -> None:
@@ -53,17 +53,6 @@ class Waits(of.Identity):
         if not ctx.requires_grad:
             self.meeting.stay()
         return input_
-
-
-def test_backward_of_several_graphs_of_one_model() -> None:
-    seq = sigmoids()
-    xs = [randn(2, 3, grad=True) for _ in range(4)]
-
-    def work(x: Tensor) -> None:
-        for _ in range(10):
-            same(grads(seq(x), [x]), grads(plain_sigmoids(seq, x), [x]))
-
-    together(*(lambda x=x: work(x) for x in xs))
 
 
 def test_evaluating_beside_training_with_a_parametrized_weight() -> None:

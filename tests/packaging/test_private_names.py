@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-AT_MOST = 177
+AT_MOST = 140
 """Lines and names in them. Whoever takes some away lowers it."""
 
 GIVEN = re.compile(r"(?:def |class |self\.|^ *)(_[A-Za-z]\w*)(?=\(|\[| *[:=])", re.M)
 REACHED = re.compile(r"""(?:[.'"]|import )(_[A-Za-z]\w*)""")
 # Public in all but spelling: of namedtuples, torch's modules and tensors, notebooks, and TE.
 PUBLIC = {
-    "_asdict", "_backward_ops", "_basic_ops", "_buffers", "_call_impl", "_exit", "_fields",
-    "_forward_ops", "_module_groups", "_modules", "_parameters", "_replace", "_repr_html_",
-    "_repr_svg_", "_version",
+    "_asdict", "_backward_ops", "_basic_op_extra_input_sources", "_basic_ops", "_buffers",
+    "_call_impl", "_exit", "_fields", "_forward_ops", "_module_groups", "_modules", "_parameters",
+    "_replace", "_repr_html_", "_repr_svg_", "_version",
 }  # fmt: skip
 
 

@@ -11,15 +11,12 @@ import pytest
 
 from opfuser.core.fusion import Refusal
 from opfuser.engine.plan import Plan
-from opfuser.explain import dumps
 from opfuser.report.plan_json import plan_data
 from tests.planning.toys import plan, rule
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for known in ("plans", "told"):
-        monkeypatch.setattr(dumps._Written, known, set())
     monkeypatch.setenv("OPFUSER_DUMP_DIR", str(tmp_path / "dumps"))
     monkeypatch.delenv("RANK", raising=False)
     return tmp_path / "dumps"

@@ -15,6 +15,7 @@ import opfuser
 from opfuser import Identity
 from opfuser.core.fusion import Fusion, Refusal
 from opfuser.op import BasicOperation, OperationContext
+from opfuser.recipe import DelayedScaling
 from tests.planning.toys import FusedForward
 
 
@@ -47,6 +48,7 @@ def look(probe: Probe, *, env: Any) -> Refusal:
         "SHAPE",
         repr((
             env.device, env.dtype, env.autocast_dtype, env.grad_enabled, env.needs_backward,
+            env.recipe,
             probe.weight.dtype, probe.weight.shape, probe.weight.device,
             probe.table.dtype, probe.table.shape,
             probe.inner.weight.shape, probe.inner.training,
@@ -126,6 +128,7 @@ CHANGES: dict[str, Callable[[Call], Any]] = {
     "no_grad": context(torch.no_grad),
     "inference mode": context(torch.inference_mode),
     "autocast": context(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a recipe": context(lambda: opfuser.autocast(recipe=DelayedScaling())),
     "another autocast": context(lambda: torch.autocast("cpu", torch.float16)),
 }
 OF_A_FROZEN_ONE: dict[str, Callable[[Call], Any]] = {

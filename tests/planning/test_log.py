@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.core.fusion import Fusion, Refusal, Requires
+from opfuser.core.fusion import Refusal, Requires
 from opfuser.engine import plan_report
 from opfuser.events import AttentionKernelTaken, Subscription, subscribe
 from opfuser.recipe import Float8CurrentScaling
-from tests.planning.toys import REGISTER, FusedForward, planned, rule
+from tests.planning.toys import REGISTER, planned, rule
 
 ROOT = Path(__file__).parents[2]
 Lines = Callable[[], list[str]]
@@ -204,12 +204,3 @@ def test_nothing_is_logged_without_the_level(log: Lines, caplog: pytest.LogCaptu
             assert log() == []
         planned()
         assert len(log()) == 1, "a plan made before logging was on is still distinct"
-
-
-def test_a_call_logs_its_plan(log: Lines) -> None:
-    one, two = (opfuser.Sequential(opfuser.Identity(), opfuser.Identity()) for _ in range(2))
-    fusion = Fusion("test_identity", "forward", (opfuser.Identity, opfuser.Bias), FusedForward)
-    with REGISTER["forward"](fusion):
-        for seq in (one, two, one):
-            seq(torch.ones(2))
-        assert len(log()) == 1

@@ -352,24 +352,21 @@ def test_a_near_miss_is_shown_where_like_places_matched(odd: nn.Module, reason: 
     assert f" pair (forward): 4 matches not from op 6 (blocks.3.0 Identity): {reason} " in text
 
 
-def test_near_misses_at_other_places_are_not() -> None:
-    """Most patterns begin somewhere in every layer."""
-    pair = of.Fusion("pair", "forward", (of.GELU, of.Identity), FusedForward)
-    blocks = [of.Sequential(of.GELU(), of.Identity(), of.GELU(), of.ReLU()) for _ in range(3)]
-    with of.register_forward_fusion(pair):
-        made = of.Sequential(*blocks).plan(torch.ones(2))
-    assert len(made.record("pair").near_misses) == 3
-    assert "\n  pair (forward): 3 matches\n" in str(made)
-    assert "not from" not in str(made)
-
-
-def test_near_misses_are_not_told_where_most_places_are_like_them() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "found"),
+    [
+        ([(of.Identity, of.GELU, of.Identity, of.ReLU)] * 3, "3 matches"),
+        ([(of.Identity, of.GELU), *[(of.Identity, of.ReLU)] * 3], "1 match"),
+    ],
+    ids=["elsewhere in every layer", "at most places like them"],
+)
+def test_other_near_misses_are_not(blocks: list[tuple[Any, ...]], found: str) -> None:
     pair = of.Fusion("pair", "forward", (of.Identity, of.GELU), FusedForward)
-    blocks = [of.Sequential(of.Identity(), of.ReLU()) for _ in range(3)]
+    model = of.Sequential(*(of.Sequential(*(kind() for kind in block)) for block in blocks))
     with of.register_forward_fusion(pair):
-        made = of.Sequential(of.Sequential(of.Identity(), of.GELU()), *blocks).plan(torch.ones(2))
+        made = model.plan(torch.ones(2))
     assert len(made.record("pair").near_misses) == 3
-    assert "\n  pair (forward): 1 match\n" in str(made)
+    assert f"\n  pair (forward): {found}\n" in str(made)
     assert "not from" not in str(made)
 
 
@@ -504,6 +501,7 @@ def test_why_names_what_fused_an_operation_instead() -> None:
     ("options", "outcome"),
     [
         ({"requires": Requires(device="cuda")}, "skipped (needs cuda, have cpu)"),
+        ({"requires": Requires(package="no_such_one")}, "skipped (needs the package no_such_one)"),
         ({"enabled": False}, "disabled (default)"),
     ],
 )
@@ -511,6 +509,8 @@ def test_why_a_fusion_was_not_tried(options: Any, outcome: str) -> None:
     made = plan("AB", rule("A B", **options))
     for at in (None, 0):
         assert made.why("rule", at) == f"rule (forward): {outcome}"
+    assert made.record("rule").matches == ()
+    assert [step.indices for step in made.forward] == [(0,), (1,)]
 
 
 def test_errors_of_why() -> None:

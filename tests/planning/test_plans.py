@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import opfuser
-from opfuser.core.fusion import Refusal, Requires
+from opfuser.core.fusion import Refusal
 from opfuser.engine.planning import make_plan
 from opfuser.registry import registry
 from tests.planning.toys import (
@@ -199,15 +199,6 @@ def test_steps_and_records_are_part_of_a_plan() -> None:
 # Records.
 
 
-def test_refusals_are_recorded_with_code_and_sentence() -> None:
-    no = Refusal("DTYPE", "weight is float32; the kernel takes bf16")
-    made = plan("CABAB", rule("A B", refuses=lambda a, b, env: no))
-    record = made.record("rule")
-    assert record.status == "refused"
-    assert record.refusals == ((1, no), (3, no))
-    assert record.matches == ()
-
-
 def test_indices_of_records_count_basic_operations() -> None:
     """A scan sees a list that is shorter by what earlier fusions took."""
     no = Refusal("SHAPE", "odd")
@@ -219,14 +210,6 @@ def test_indices_of_records_count_basic_operations() -> None:
     near = made.record("third").near_miss
     assert near is not None
     assert (near.start, near.matched) == (4, 2)
-
-
-def test_near_misses_are_recorded() -> None:
-    record = plan("AC", rule("A B")).record("rule")
-    assert record.status == "unmatched"
-    assert str(record.near_miss) == (
-        "closest: 1 of 2 at op 0; LAYOUT: B is expected where C stands"
-    )
 
 
 def test_near_misses_are_kept_at_every_place() -> None:
@@ -266,24 +249,6 @@ def test_every_registered_fusion_has_a_record() -> None:
     assert [(r.name, r.matches) for r in made.history] == [("rule", ())]
     assert made.backward == ()
     assert made.fused("backward") == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "detail"),
-    [
-        ({"requires": Requires(device="cuda")}, "skipped", "needs cuda, have cpu"),
-        ({"requires": Requires(package="no_such_one")}, "skipped", "needs the package no_such_one"),
-        ({"enabled": False}, "disabled", "default"),
-    ],
-)
-def test_what_keeps_a_fusion_from_being_tried_is_recorded(
-    options: Any, status: str, detail: str
-) -> None:
-    made = plan("AB", rule("A B", **options))
-    record = made.record("rule")
-    assert (record.status, record.detail, record.matches) == (status, detail, ())
-    assert record.summary() == f"[stage=forward, fusion=rule] {status} ({detail})"
-    assert spans(made.forward) == [(0,), (1,)]
 
 
 def test_there_are_at_most_as_many_near_misses_as_operations() -> None:

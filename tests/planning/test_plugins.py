@@ -54,6 +54,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
     """The plug-ins of a program that has not asked for any yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(registry, "plugins", registry.plugins)
+    # They are loaded once in a process, and a process for each test would take minutes.
     monkeypatch.setattr(registry, "_plugins_are_loaded", False)
     before = set(registry.registered())
     made = Packages(tmp_path)

@@ -12,10 +12,17 @@ from opfuser.engine.replayed import graphs
 from tests.replay.recorded import RecordedGraph
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A CPU that behaves like a GPU."""
+    # Users cannot say how a device records launches: CUDA graphs are all that there is.
     monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+    return torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, cpu: torch.device) -> torch.device:
+    return torch.device(request.param, 0) if request.param == "cuda" else cpu
 
 
 @pytest.fixture

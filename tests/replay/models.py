@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import opfuser
+from opfuser.engine.plan import ReplayRecord
 
 DIM = 16
 
@@ -36,18 +37,21 @@ def draw(device: torch.device, rows: int = 6) -> Tensor:
     return torch.randn(rows, DIM, device=device)
 
 
-def count(model: opfuser.Sequential) -> int:
-    """Calls that were replayed."""
+def replays(model: opfuser.Sequential) -> tuple[ReplayRecord, ...]:
+    """Of each group of the last call."""
     plan = model.last_plan
     assert plan is not None
-    return sum(record.replayed for record in plan.replays)
+    return plan.replays
+
+
+def count(model: opfuser.Sequential) -> int:
+    """Calls that were replayed."""
+    return sum(record.replayed for record in replays(model))
 
 
 def code(model: opfuser.Sequential) -> str:
     """Why the last call was not replayed."""
-    plan = model.last_plan
-    assert plan is not None
-    (record,) = plan.replays
+    (record,) = replays(model)
     return "" if record.refusal is None else record.refusal.code
 
 

@@ -21,6 +21,21 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    places: tuple[int, ...]
+    """Addresses of the tensors among the arguments."""
+
+    def given(self) -> Any:
+        """The arguments; of one whose memory has moved, what a graph would find where it was."""
+        places = iter(self.places)
+
+        def there(t: Tensor) -> Tensor:
+            has_moved = t.data_ptr() != next(places) and t.is_floating_point()
+            return torch.full_like(t, float("nan")) if has_moved else t
+
+        return tree_map_only(Tensor, there, (self.args, self.kwargs))
+
+    def results(self) -> Iterator[Tensor]:
+        return _tensors(self.result)
 
 
 class _Recorder(TorchDispatchMode):
@@ -46,7 +61,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         # Addresses, as a graph has them: a tensor whose data is swapped later is not followed.
         call = tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))
-        self.calls.append(_Call(func, *call))
+        places = tuple(t.data_ptr() for t in _tensors(call[:2]))
+        self.calls.append(_Call(func, *call, places))
         for t in _tensors(result):
             if _memory(t) not in given:
                 self.made[_memory(t)] = t.untyped_storage().nbytes()
@@ -142,8 +158,9 @@ class RecordedGraph:
     def replay(self) -> None:
         RecordedGraph.times.has_replayed = True
         with _disable_current_modes():  # launches of a graph pass no dispatcher
-            for function, args, kwargs, result in self.calls:
-                for old, new in zip(_tensors(result), _tensors(function(*args, **kwargs))):
+            for call in self.calls:
+                args, kwargs = call.given()
+                for old, new in zip(call.results(), _tensors(call.function(*args, **kwargs))):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 

@@ -18,7 +18,7 @@ import opfuser
 from opfuser import torch_internals
 from opfuser.core.fusion import Refusal
 from opfuser.engine.recorded.specialized import Specializations
-from opfuser.engine.replayed import captured, graphs, replay, trial
+from opfuser.engine.replayed import captured, replay, trial
 from opfuser.engine.replayed.decision import (
     Costs,
     Sample,
@@ -28,7 +28,17 @@ from opfuser.engine.replayed.decision import (
 from opfuser.engine.replayed.graphs import CudaGraph
 from opfuser.engine.threads import thread_that_may_wait
 from opfuser.torch_internals import memory_of
-from tests.replay.models import DIM, assert_equal, assert_same_grads, block, code, count, draw, twin
+from tests.replay.models import (
+    DIM,
+    assert_equal,
+    assert_same_grads,
+    block,
+    code,
+    count,
+    draw,
+    replays,
+    twin,
+)
 from tests.replay.recorded import RecordedGraph, Times
 
 AFTER = 3  # calls that run as usual, by default
@@ -41,10 +51,9 @@ WAITING = Sample(host=5e-3, device=5.2e-3, behind=False, period=6e-3)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A CPU that behaves like a GPU, in times that tests state."""
-    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
-    return torch.device("cpu")
+def device(cpu: torch.device) -> torch.device:
+    """In times that tests state."""
+    return cpu
 
 
 @pytest.fixture
@@ -59,6 +68,19 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
 def auto(device: torch.device, times: Times) -> Iterator[None]:
     with opfuser.replay("auto"):
         yield
+
+
+def noting_graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Grows by those that are recorded."""
+    graphs: list[RecordedGraph] = []
+    capture = RecordedGraph.capture
+
+    def noted(self: RecordedGraph, function: Callable[[], Any]) -> Any:
+        graphs.append(self)
+        return capture(self, function)
+
+    monkeypatch.setattr(RecordedGraph, "capture", noted)
+    return graphs
 
 
 def train(model: Callable[[Tensor], Tensor], device: torch.device, steps: int) -> None:
@@ -176,9 +198,8 @@ def test_calls_that_are_left_alone(
     model = block(device)
     train(model, device, trial.MOST_CALLS + 5)
     assert code(model) == expected
-    plan = model.last_plan
-    assert plan is not None
-    assert (plan.replays[0].instances, plan.replays[0].bytes) == (0, 0)
+    (record,) = replays(model)
+    assert (record.instances, record.bytes) == (0, 0)
     assert count(model) == (TRIAL if expected == "SLOWER" else 0)
     before = times.events
     train(model, device, 20)
@@ -210,8 +231,11 @@ def test_values_and_gradients(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("auto")
-def test_gradients_are_never_memory_of_a_graph(device: torch.device) -> None:
+def test_gradients_are_never_memory_of_a_graph(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream that ``record_stream`` names may still read them while the next pass is replayed."""
+    graphs = noting_graphs(monkeypatch)
     model = block(device)
     train(model, device, BEFORE + TRIAL)
     model(draw(device).requires_grad_()).sum().backward()
@@ -219,11 +243,10 @@ def test_gradients_are_never_memory_of_a_graph(device: torch.device) -> None:
     places = [grad.data_ptr() for grad in grads]
     model(draw(device).requires_grad_()).sum().backward()
     assert places == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-    (kind,) = model._single._replays._kinds.values()  # type: ignore[union-attr]
-    (captured,) = kind.captured
-    memory = [g for own in captured._backwards.values() for b in own for g in b.grads]
+    assert len(graphs) == 2, "of forward and of backward"
+    memory = {memory_of(t) for graph in graphs for call in graph.calls for t in call.results()}
     assert memory
-    assert {memory_of(t) for t in grads}.isdisjoint(memory_of(t) for t in memory if t is not None)
+    assert {memory_of(t) for t in grads}.isdisjoint(memory)
 
 
 @pytest.mark.usefixtures("auto")
@@ -314,7 +337,7 @@ def test_nothing_is_recorded_beside_a_thread_that_may_wait(device: torch.device)
     model = block(device)
     with another_thread():
         train(model, device, BEFORE + TRIAL)
-    (record,) = model.last_plan.replays  # type: ignore[union-attr]
+    (record,) = replays(model)
     assert record.instances == 0
     assert record.refusal == Refusal(
         "THREADS", "logs, another thread, may wait for the device while a call is recorded"
@@ -329,14 +352,13 @@ def test_backward_waits_for_such_a_thread_to_end(
 ) -> None:
     other = "logs"
     monkeypatch.setattr(captured, "thread_that_may_wait", lambda: other)
-    model = block(device)
+    graphs, model = noting_graphs(monkeypatch), block(device)
     train(model, device, BEFORE + TRIAL)
     assert code(model) == ""
-    kept = [c for kind in model._module_groups[0]._replays._kinds.values() for c in kind.captured]
-    assert [c.is_complete for c in kept] == [False]
+    assert len(graphs) == 1, "of forward alone"
     other = None
     train(model, device, TRIAL)
-    assert [c.is_complete for c in kept] == [True]
+    assert len(graphs) == 2
 
 
 def test_which_threads_may_wait() -> None:
@@ -377,20 +399,13 @@ def test_what_asks_for_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ever_fewer_refused_calls_are_looked_at(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = block(device)
-    looked = 0
-    find = replay._refusal_of_call
-
-    def counted(*args: Any) -> Any:
-        nonlocal looked
-        looked += 1
-        return find(*args)
-
-    monkeypatch.setattr(replay, "_refusal_of_call", counted)
+    model, passed_over = block(device), list[bool]()
+    pauses = noting(replay.Replays.pauses, passed_over)
+    monkeypatch.setattr(replay.Replays, "pauses", pauses)
     for _ in range(300):
         checkpoint(model, draw(device), use_reentrant=False)
     assert code(model) == "SAVED_TENSOR_HOOKS"
-    assert looked < 20
+    assert passed_over.count(False) < 20
     train(model, device, 300 + BEFORE + TRIAL)
     assert count(model) > 0, "and others are replayed all the same"
 
@@ -400,9 +415,7 @@ def test_on_a_device_without_graphs_nothing_is_said(caplog: pytest.LogCaptureFix
     model = opfuser.Sequential(opfuser.Linear(DIM, DIM))
     with opfuser.replay("auto"):
         train(model, torch.device("cpu"), 3)
-    plan = model.last_plan
-    assert plan is not None
-    assert plan.replays == ()
+    assert replays(model) == ()
     assert not [r for r in caplog.records if "[replay]" in r.getMessage()]
 
 
@@ -451,9 +464,7 @@ def test_recordings_make_way_for_none_that_nobody_asked_for(
 ) -> None:
     first, second, asked = block(device), block(device), block(device)
     train(first, device, BEFORE + TRIAL)
-    plan = first.last_plan
-    assert plan is not None
-    size = plan.replays[0].bytes
+    size = replays(first)[0].bytes
     monkeypatch.setattr(RecordedGraph, "limit", int(1.5 * size / 0.05))
     monkeypatch.setattr(trial, "refusal_before_trial", lambda *_, **__: None)
     train(second, device, BEFORE + TRIAL)
@@ -526,9 +537,7 @@ def test_parameters_that_come_back_to_their_addresses(device: torch.device) -> N
         assert_same_grads(model, other)
     assert code(model) == ""
     assert count(model) > TRIAL
-    plan = model.last_plan
-    assert plan is not None
-    assert plan.replays[0].instances == 2
+    assert replays(model)[0].instances == 2
 
 
 @pytest.mark.usefixtures("auto")

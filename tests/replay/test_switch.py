@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-import subprocess
 import sys
 from typing import Any, ClassVar
 
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import opfuser
-from opfuser.engine.replayed import replay as module
+from opfuser.engine.replayed import options
 from opfuser.engine.replayed.options import current
 from opfuser.errors import ArgumentError
 from opfuser.recipe import DelayedScaling
-from tests.replay.models import DIM, assert_equal, block, code, count, draw, twin, warm
+from tests.replay.models import DIM, assert_equal, block, code, count, draw, replays, twin, warm
 from tests.replay.recorded import RecordedGraph
 
 
@@ -26,9 +26,7 @@ def test_by_default_it_is_decided_from_times(device: torch.device) -> None:
     assert current().mode == "auto"
     model = block(device)
     warm(model, device, 2)
-    plan = model.last_plan
-    assert plan is not None
-    (record,) = plan.replays
+    (record,) = replays(model)
     assert (record.instances, record.refusal) == (0, None), "two calls are too few to decide from"
 
 
@@ -52,11 +50,11 @@ def test_switches_undo_their_own_change() -> None:
     with opfuser.replay("auto"):
         assert current().share == 0.05
     second = opfuser.replay("auto", after=7, instances=3, memory=0.25)
-    options = current()
-    assert options.share == 0.25
-    assert (options.mode, options.after, options.instances, options.memory) == ("auto", 7, 3, 0.25)
+    now = current()
+    assert now.share == 0.25
+    assert (now.mode, now.after, now.instances, now.memory) == ("auto", 7, 3, 0.25)
     first.__exit__()
-    assert current() is options
+    assert current() is now
     second.__exit__()
     assert current().mode == "auto"
 
@@ -73,16 +71,16 @@ def test_values_outside_their_domain(wrong: dict[str, Any]) -> None:
         opfuser.Sequential(replay="yes")
 
 
-def test_environment_variable() -> None:
-    ask = "import opfuser.engine.replayed.options as r; print(r.current().mode)"
-    done = subprocess.run(
-        [sys.executable, "-c", ask],
-        env={"OPFUSER_REPLAY": "off", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "off"
+def test_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read when the module is loaded, here once more."""
+    monkeypatch.setenv("OPFUSER_REPLAY", "off")
+    spec = importlib.util.spec_from_file_location(f"{options.__name__}_again", options.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)
+    spec.loader.exec_module(again)
+    assert again.current().mode == "off"
 
 
 def test_plan_and_log(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,12 +88,11 @@ def test_plan_and_log(device: torch.device, caplog: pytest.LogCaptureFixture) ->
     model = block(device)
     with opfuser.replay("on"):
         warm(model, device, 3)
-    plan = model.last_plan
-    assert plan is not None
-    (record,) = plan.replays
+    (record,) = replays(model)
     assert (record.instances, record.replayed, record.refusal) == (1, 2, None)
     assert record.bytes > 0
     size = f"{record.bytes / 2**20:.1f} MiB"
+    plan = model.last_plan
     assert f"replay of 0-7: 2 calls replayed, 1 recording of {size}" in str(plan)
     assert plan == model.plan(draw(device).requires_grad_()), "recordings are no part of a plan"
     lines = [r.getMessage() for r in caplog.records if "[replay]" in r.getMessage()]
@@ -167,22 +164,19 @@ def test_users_operations(op: type[Custom], reason: str, device: torch.device) -
     assert count(model) == (0 if reason else 3)
 
 
-def test_a_step_aside_is_told_once(
-    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_told", set())
+def test_a_step_aside_is_told_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     for mode, level in (("on", logging.WARNING), ("auto", logging.INFO)):
-        module._told.clear()
         caplog.clear()
-        models = [opfuser.Sequential(Custom()) for _ in range(2)]
+        kind = type(f"Custom_{mode}_{device.type}", (Custom,), {})  # once per text
+        models = [opfuser.Sequential(kind()) for _ in range(2)]
         with opfuser.replay(mode), caplog.at_level(logging.INFO, logger="opfuser"):
             for model in models * 5:
                 model(draw(device))
         (record,) = [r for r in caplog.records if "[replay]" in r.getMessage()]
         assert record.levelno == level
         assert record.getMessage() == (
-            "[replay] steps aside: OPERATION: op 0, Custom, does not promise that it only launches "
-            "kernels"
+            f"[replay] steps aside: OPERATION: op 0, {kind.__name__}, does not promise that it "
+            "only launches kernels"
         )
 
 
@@ -351,16 +345,13 @@ def test_memory_is_limited(device: torch.device, monkeypatch: pytest.MonkeyPatch
         return  # a pool has no less than 2 MiB
     with opfuser.replay("on", memory=1.0):
         warm(models[1], device, 3)
-        plan = models[1].last_plan
-        assert plan is not None
-        size = plan.replays[0].bytes
+        size = replays(models[1])[0].bytes
         monkeypatch.setattr(RecordedGraph, "limit", 1.5 * size)
         for _ in range(2):  # both take turns
             for model in models[1:]:
                 warm(model, device, 3)
     assert count(models[1]) > 4
-    recordings = [plan.replays[0].instances for m in models[1:] if (plan := m.last_plan)]
-    assert recordings == [0, 1]
+    assert [replays(model)[0].instances for model in models[1:]] == [0, 1]
 
 
 def test_backward_that_cannot_be_recorded(device: torch.device) -> None:

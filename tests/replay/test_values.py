@@ -32,16 +32,6 @@ def test_steps(device: torch.device) -> None:
     assert count(other) == 0
 
 
-def test_without_gradients(device: torch.device) -> None:
-    model = block(device)
-    other = twin(model)
-    with torch.no_grad():
-        for _ in range(4):
-            x = draw(device)
-            assert_equal(model(x), other(x))
-    assert count(model) == 3
-
-
 def test_what_is_held_keeps_its_value(device: torch.device) -> None:
     model = block(device)
     held: list[tuple[Tensor, Tensor]] = []
@@ -56,7 +46,8 @@ def test_what_is_held_keeps_its_value(device: torch.device) -> None:
         assert_equal(t, value)
 
 
-def test_gradients_accumulate(device: torch.device) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate(set_to_none: bool, device: torch.device) -> None:
     model = block(device)
     other = twin(model)
     kept: list[tuple[Tensor, Tensor]] = []
@@ -69,21 +60,10 @@ def test_gradients_accumulate(device: torch.device) -> None:
             kept = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
             assert kept
         if step % 3 == 2:
-            model.zero_grad()
-            other.zero_grad()
+            model.zero_grad(set_to_none)
+            other.zero_grad(set_to_none)
     assert count(model) == 6
     del kept
-
-
-def test_zeroed_in_place(device: torch.device) -> None:
-    model = block(device)
-    other = twin(model)
-    for _ in range(4):
-        x, dy = draw(device), draw(device)
-        for m in (model, other):
-            m.zero_grad(set_to_none=False)
-            m(x).backward(dy)
-        assert_same_grads(model, other)
 
 
 def test_held_gradients_survive_zero_grad(device: torch.device) -> None:
@@ -116,57 +96,35 @@ def test_interleaved(device: torch.device) -> None:
             assert_equal(y, expected)
 
 
-def test_backward_twice(device: torch.device) -> None:
+def test_a_retained_graph_while_others_run(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
     warm_both(model, device)
     x, dy, dz = draw(device), draw(device), draw(device)
-    for m in (model, other):
-        y = m(x)
-        y.backward(dy, retain_graph=True)
-        y.backward(dz)
-        with pytest.raises(RuntimeError, match="second time"):
-            y.backward(dz)
-    assert_same_grads(model, other)
-
-
-def test_retained_while_others_run(device: torch.device) -> None:
-    model = block(device)
-    other = twin(model)
-    warm_both(model, device)
-    x = draw(device)
     y, z = model(x), other(x)
-    y.sum().backward(retain_graph=True)
-    z.sum().backward(retain_graph=True)
-    for _ in range(3):
-        model(draw(device)).sum().backward()
-    model.zero_grad()
-    other.zero_grad()
-    y.sum().backward()
-    z.sum().backward()
+    for m, result in ((model, y), (other, z)):
+        result.backward(dy, retain_graph=True)
+        for _ in range(3):
+            m(x).sum().backward()
+    assert_same_grads(model, other)
+    for result in (y, z):
+        result.backward(dz)
+        with pytest.raises(RuntimeError, match="second time"):
+            result.backward(dz)
     assert_same_grads(model, other)
 
 
-def test_forward_without_backward(device: torch.device) -> None:
-    model = block(device)
-    other = twin(model)
-    warm_both(model, device)
-    for _ in range(4):
-        model(draw(device))
-    x, dy = draw(device), draw(device)
-    for m in (model, other):
-        m(x).backward(dy)
-    assert_same_grads(model, other)
-
-
-def test_exception_between_the_passes(device: torch.device) -> None:
+@pytest.mark.parametrize("how", ["forward alone", "exception"])
+def test_backwards_that_never_come(how: str, device: torch.device) -> None:
     model = block(device)
     other = twin(model)
     warm_both(model, device)
     before = count(model)
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            model(draw(device)).sum().backward(torch.tensor(1 // 0))
+    for _ in range(4):
+        y = model(draw(device))
+        if how == "exception":
+            with pytest.raises(ZeroDivisionError):
+                y.sum().backward(torch.tensor(1 // 0))
     x, dy = draw(device), draw(device)
     for m in (model, other):
         m(x).backward(dy)
