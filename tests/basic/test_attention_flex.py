@@ -25,7 +25,7 @@ from opfuser.attention.call import Call, Heads
 from opfuser.basic import dot_product_attention as module
 from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.errors import NotSupportedError
-from tests.basic.attention_packages import forget_choices
+from tests.basic.attention_packages import forget
 from tests.basic.test_attention_kernels import outcome
 from tests.basic.test_attention_modes import HALF_TOO, MODES, formula, make
 from tests.basic.values import ONE_UNIT, check_values, fill, held_to
@@ -80,6 +80,7 @@ def test_blocks(name: str) -> None:
     queries, keys, call = BLOCKS[name]
     x = Heads(*(torch.zeros(1, 1, n, 16) for n in (queries, keys, keys)))
     form = flex.form_of(x, call)
+    # Blocks are read by compiled kernels of a GPU alone: torch's operators on a CPU ignore them.
     _, _, *lists = flex._block_mask(x, form, flex.given_of(x, call, form))
     some, whole, by_keys, whole_by_keys = (listed(*lists[i : i + 2]) for i in (0, 2, 4, 6))
     hidden = hidden_keys(x, call, slice(0, queries), slice(0, keys))
@@ -95,12 +96,26 @@ def test_blocks(name: str) -> None:
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+    """What would be compiled with Inductor is by that backend."""
+
+    def compiled(function: Any, fullgraph: bool, **how: Any) -> Any:
+        return plain(function, fullgraph=fullgraph, **(how if "backend" in how else own))
+
+    plain, own = torch.compile, {"backend": backend}
+    monkeypatch.setattr(torch, "compile", compiled)
+
+
+# What a GPU alone has: kinds of calls that are compiled, and graphs that are captured. On a CPU
+# these three names stand for it.
 
 
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a CUDA graph is captured."""
     monkeypatch.setattr(flex_compiled, "_capturing", lambda _: True)
+
+
+def forget_compiled() -> None:
+    flex_compiled._compiled.clear()
 
 
 @pytest.fixture
@@ -118,13 +133,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch.compiler.reset()
     compile_by(monkeypatch, backend)
     monkeypatch.setattr(flex_compiled, "_is_compiled", compiled)
-    monkeypatch.setattr(flex_compiled, "_compiled", {})
+    forget_compiled()
     kernel = choice.KERNELS["flex"]
     monkeypatch.setitem(choice.KERNELS, "cpu", kernel._replace(refusal=lambda _: "not now"))
     monkeypatch.setitem(choice.KERNELS, "flex", kernel._replace(refusal=lambda _: None))
-    forget_choices()
+    forget()
     yield made
-    forget_choices()
+    forget()
+    forget_compiled()
 
 
 class Sizes(NamedTuple):
@@ -338,7 +354,7 @@ def test_a_backward_whose_kind_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     """As where hooks of saved tensors give back another layout while a graph is captured."""
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
     y = op(x)
-    flex_compiled._compiled.clear()
+    forget_compiled()
     capture(monkeypatch)
     (dx,) = torch.autograd.grad(y.sum(), x)
     want = DotProductAttention(4, 2, softcap=2.0, kernel="blockwise")(x)

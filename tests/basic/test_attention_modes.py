@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from opfuser import BasicLinear, DotProductAttention, Linear, MakeExtraOutput, Sequential
-from opfuser.basic import _attention_inputs as inputs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
 from opfuser.testing import check_op
 from tests.basic.attention_packages import few_queries
@@ -24,8 +23,12 @@ from tests.basic.values import FOUR_UNITS, check_values, fill, held_to, saved_by
 def formula(op: DotProductAttention, *tensors: Tensor, **kwargs: Any) -> Tensor:
     """What a model in plain PyTorch would write, with one bias for all pairs of positions."""
     *tensors, given = tensors if op.core_attention_bias else (*tensors, None)  # type: ignore[assignment]
-    heads = inputs.split(tensors[0], op.settings) if len(tensors) == 1 else None
-    q, k, v = heads or inputs.heads_of(*tensors, op.settings)  # type: ignore[call-arg, arg-type]
+    h, g = op.num_heads, op.num_kv_heads
+    if len(tensors) == 1:
+        values = g * (op.v_head_dim or tensors[0].shape[2] // (h + 2 * g))
+        size = (tensors[0].shape[2] - values) // (h + g)
+        tensors = tensors[0].split([h * size, g * size, values], 2)
+    q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2) for t, n in zip(tensors, (h, g, g)))
     k, v = (t.repeat_interleave(op.num_heads // op.num_kv_heads, 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if op.scale is None else op.scale
     i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from opfuser import DotProductAttention, Sequential
-from opfuser.attention import choice, cudnn_versions, flash_attn, flex_kernel
+from opfuser.attention import choice, cudnn_versions, flex_kernel
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.runtime import libraries
-from tests.basic.attention_packages import MODULE, forget, forget_choices, install
+from tests.basic.attention_packages import MODULE, forget, install
 from tests.basic.test_attention_kernels import HOPPER, outcome
 from tests.basic.test_attention_modes import formula
 from tests.basic.values import fill
@@ -137,7 +137,7 @@ def test_small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepared() -> str | None:
     """Why flash_attn cannot be called, which the first call finds out."""
-    flash_attn._unusable.cache_clear()
+    forget()
     prepare = KERNELS["flash_attn"].prepare
     assert prepare is not None
     x = torch.zeros(1, 1, 8, 8)
@@ -182,9 +182,9 @@ def test_packages_whose_module_says_nothing(
 
 @pytest.fixture
 def no_choices() -> Iterator[None]:
-    forget_choices()
+    forget()
     yield
-    forget_choices()
+    forget()
 
 
 @pytest.mark.usefixtures("no_choices")
@@ -227,6 +227,8 @@ def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) 
 def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package is taken where torch has nothing as good."""
     monkeypatch.setattr(cudnn_versions, "trouble", lambda: None)
+    monkeypatch.setattr(choice, "choose_plain", lambda *_: "cudnn")  # which torch would take
+    x = Heads(*torch.zeros(3, 1, 1, 1, 8))
     for change, kernel in (
         ({"window": True}, "flash"),
         ({"mask": True}, "cudnn"),
@@ -239,7 +241,8 @@ def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"softcap": True, "dropout": True}, "blockwise"),
         ({"softcap": True, "dtype": torch.float32}, "blockwise"),
     ):
-        assert choice._find(HOPPER._replace(**change), None) == kernel  # type: ignore[arg-type]
+        request = HOPPER._replace(**change)  # type: ignore[arg-type]
+        assert choice.choose(x, Call(True, 1.0), request, None) == kernel
     reasons = dict(choice.explained(HOPPER._replace(softcap=True), "flash_attn").passed_over)
     assert reasons["flash"] == "it has no soft-capping"
     note = choice.foreseen(HOPPER._replace(softcap=True), None)

@@ -10,11 +10,9 @@ from torch.nn import functional as F
 
 from opfuser import DotProductAttention
 from opfuser.attention import choice
-from opfuser.attention.call import Call
-from opfuser.basic import _attention_inputs as inputs
+from opfuser.attention.call import Call, Heads
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import InputError
-from opfuser.op import GradNeeds, OperationContext
 from opfuser.testing import check_op
 from tests.basic.attention_packages import few_queries
 from tests.basic.values import DTYPES, FOUR_UNITS, HALF, check_values, held_to
@@ -38,6 +36,11 @@ def packed(op: DotProductAttention, batch: int, length: int, dim: int, **kwargs:
     return torch.randn(batch, length, (op.num_heads + 2 * op.num_kv_heads) * dim, **kwargs)
 
 
+def heads_of(op: DotProductAttention, x: Tensor) -> Heads:
+    h, g = op.num_heads, op.num_kv_heads
+    return Heads(*x.unflatten(2, (h + 2 * g, -1)).transpose(1, 2).split([h, g, g], dim=1))
+
+
 def plain(op: DotProductAttention, x: Tensor) -> Tensor:
     """What a model in plain PyTorch would write."""
     h, g = op.num_heads, op.num_kv_heads
@@ -45,7 +48,7 @@ def plain(op: DotProductAttention, x: Tensor) -> Tensor:
         return 1 * x[..., : x.shape[2] * h // (h + 2 * g)]
     if x.is_cuda:  # where torch has no kernels for others, or they read beside them, or raise
         x = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone().contiguous()
-    q, k, v = x.unflatten(2, (h + 2 * g, -1)).transpose(1, 2).split([h, g, g], dim=1)
+    q, k, v = heads_of(op, x)
     if x.is_cuda and x.dtype == torch.float32:  # for which no kernel of torch's has groups
         k, v = (t.repeat_interleave(h // g, dim=1) for t in (k, v))
         g = h
@@ -97,25 +100,6 @@ def test_large_scores_do_not_overflow() -> None:
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-@HEADS
-@GPU_KERNELS
-def test_gpu_kernels_are_called_as_declared(
-    kernel: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Schemas and shapes are checked by fake tensors, which need no GPU; numbers are not."""
-    monkeypatch.setattr(choice, "_choose_for_tracer", lambda *_: kernel)
-    op, ctx = DotProductAttention(*heads), OperationContext()
-    ctx.needs = GradNeeds(True, (), ())
-    no_quantizer: Any = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
-    with FakeTensorMode():
-        x = packed(op, 2, 5, 16, device="cuda", dtype=torch.bfloat16)
-        y = op.op_forward(ctx, x, **no_quantizer)
-        ctx.saved_tensors = ctx.to_save
-        dx, _ = op.op_backward(ctx, torch.empty_like(y))
-    assert dx is not None
-    assert (y.shape, y.dtype, dx.shape, dx.dtype) == ((2, 5, 64), x.dtype, x.shape, x.dtype)
-
-
 @pytest.mark.gpu
 @GPU_KERNELS
 @pytest.mark.parametrize(("causal", "heads"), [(False, (4, 2)), (True, (4, 4)), (True, (4, 2))])
@@ -144,9 +128,9 @@ def test_tracers_get_the_kernel_of_eager_calls(
     for dtype in DTYPES:
         x = packed(op, 2, 70, head_dim, device="cuda", dtype=dtype)
         call = Call(not masked, 0.5, mask=mask)
-        want = choice.choose_plain(inputs.split(x, op.settings), call, True)
+        want = choice.choose_plain(heads_of(op, x), call, True)
         with FakeTensorMode() as mode:
-            traced = inputs.split(mode.from_tensor(x), op.settings)
+            traced = heads_of(op, mode.from_tensor(x))
             assert choice.choose_plain(traced, call, True) == want
 
 

@@ -137,10 +137,10 @@ def test_the_frequencies_of_a_call_are_those_of_a_cpu(name: str, device: torch.d
     """At far positions the last bits of a frequency count."""
     op = RotaryEmbedding(1, SIZE, num_kv_heads=0, base=5e5, scaling=scaling(name))
     op(torch.randn(1, 3, SIZE, device=device))
-    ((angles, kept),) = [(key[-1], found) for key, found in op._kept.frequencies.items()]
+    (kept,) = [t for t in op.cached_tensors() if t.dim() == 1]
     assert torch.equal(kept.cpu(), op.inverse_frequencies(device="cpu"))
-    like = torch.empty((), device=device)
-    assert torch.equal(angles.tensor_of_host(like), kept)
+    angles = op.settings.angles.of_length(3)
+    assert torch.equal(angles.tensor_of_host(torch.empty((), device=device)), kept)
 
 
 def test_equal_by_value() -> None:

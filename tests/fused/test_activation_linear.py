@@ -49,7 +49,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 def ops(f: nn.Module, *, bias: bool = False, linear_bias: bool = False) -> list[nn.Module]:
     """For inputs of 8 columns."""
-    hidden = 4 if isinstance(f, gated._GatedActivation) else 8
+    hidden = 4 if isinstance(f, tuple(gated.GATED_ACTIVATIONS)) else 8
     before, behind = [Bias(8)] * bias, [Bias(3)] * linear_bias
     return [*before, f, BasicLinear(hidden, 3), *behind]
 
