@@ -11,6 +11,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from opfuser.basic.merged_linear import BasicMergedLinear, MergedBias
 from opfuser.errors import ArgumentError, InputError, ReadOnlyAttributeError
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, fill, saved_by
+from tests.contract.tensors import Gemms
 
 SIZES = {"q_proj": 8, "k_proj": 3, "v_proj": 5}
 F64 = torch.float64
@@ -80,29 +82,11 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float 
 apart_or_not = pytest.mark.parametrize("apart", [False, True], ids=["one storage", "apart"])
 
 
-class Products:
-    """Counts matrix products, by the tensors' shapes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        for where, name in (
-            (torch, "mm"), (torch, "addmm"), (torch, "matmul"), (Tensor, "addmm_"),
-            (torch.nn.functional, "linear"),
-        ):  # fmt: skip
-            monkeypatch.setattr(where, name, self.counted(getattr(where, name)))
-        monkeypatch.setattr("opfuser.gemm.products.linear", torch.nn.functional.linear)
-
-    def counted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any, **how: Any) -> Tensor:
-            self.count += 1
-            return function(*args, **how)
-
-        return call
-
-    def of(self, call: Callable[[], Any]) -> int:
-        self.count = 0
+def products(call: Callable[[], Any]) -> int:
+    """How many matrix products a call makes."""
+    with Gemms() as made:
         call()
-        return self.count
+    return len(made.shapes)
 
 
 @apart_or_not
@@ -155,19 +139,17 @@ def test_biases_as_operation(bias: Any, device: torch.device) -> None:
     check_op(op, torch.randn(3, 5, 16, device=device), dtypes=DTYPES)
 
 
-def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products() -> None:
     """One of each kind in one storage; apart one per projection, but for the weights' gradients."""
-    products, x, dy = Products(monkeypatch), torch.randn(4, 6), torch.randn(4, 16)
+    dy = torch.randn(4, 16)
     for apart, counts in ((False, (1, 2)), (True, (3, 4))):
-        op = merged(apart=apart)
-        x = x.detach().requires_grad_()
-        made: list[Tensor] = []
-        forward = products.of(lambda op=op, x=x, made=made: made.append(op(x)))  # type: ignore[misc]
-        assert (forward, products.of(lambda made=made: made[0].backward(dy))) == counts  # type: ignore[misc]
+        op, x = merged(apart=apart), torch.randn(4, 6, requires_grad=True)
+        with Gemms() as forward:
+            y = op(x)
+        assert (len(forward.shapes), products(partial(y.backward, dy))) == counts
         op.q_proj.requires_grad_(False)
-        made.append(op(x.detach()))
-        frozen = [p for p in op.parameters() if p.requires_grad]
-        assert products.of(lambda made=made, f=frozen: torch.autograd.grad(made[1], f, dy)) == 2  # type: ignore[misc]
+        y, trained = op(x.detach()), [p for p in op.parameters() if p.requires_grad]
+        assert products(partial(torch.autograd.grad, y, trained, dy)) == 2
 
 
 @apart_or_not
@@ -254,25 +236,24 @@ def test_of_takes_the_very_parameters() -> None:
     assert not op(x)[:, 8:11].any()
 
 
-def test_storages_merge_once_and_stay_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    products, x = Products(monkeypatch), torch.randn(4, 6)
-    op = merged(apart=True)
+def test_storages_merge_once_and_stay_merged() -> None:
+    op, x = merged(apart=True), torch.randn(4, 6)
     op.q_proj.weight.grad = torch.ones(8, 6)
     before, wanted = list(op.parameters()), op(x)
-    assert products.of(lambda: op(x)) == 3
+    assert products(lambda: op(x)) == 3
     op.merge_storages()
-    assert products.of(lambda: op(x)) == 1
+    assert products(lambda: op(x)) == 1
     places = [p.data_ptr() for p in op.parameters()]
     op.merge_storages()
     assert places == [p.data_ptr() for p in op.parameters()]
     assert list(map(id, before)) == list(map(id, op.parameters()))
     assert op.q_proj.weight.grad is not None
     torch.testing.assert_close(op(x), wanted)
-    assert products.of(lambda: op.double()(x)) == 1
+    assert products(lambda: op.double()(x)) == 1
     op = MergedLinear(6, SIZES, device="meta").to_empty(device="cpu")
     op.reset_parameters()
-    assert products.of(lambda: op(x)) == 1
-    assert products.of(lambda: copy.deepcopy(op)(x)) == 3
+    assert products(lambda: op(x)) == 1
+    assert products(lambda: copy.deepcopy(op)(x)) == 3
 
 
 def test_neighbors_in_memory_of_different_storages_are_no_one_storage() -> None:
