@@ -23,12 +23,10 @@ from tests.fused.examples import (
     F32,
     F64,
     Case,
-    assert_same,
     check,
     leaf,
     only,
     refused,
-    results,
 )
 
 NAME = "backward_linear_add"
@@ -115,12 +113,3 @@ def test_sibling_projections(dtype: torch.dtype, additions: list[dict[str, Any]]
         parameters=[("gate", gate[-1].weight), ("up", up[-1].weight)],
     )
     assert [kwargs["add"] is not None for kwargs in additions] == [True]
-
-
-def test_residuals_inside_the_sequence() -> None:
-    seq = Sequential(Residual(Linear(6, 6)), Residual(BasicLinear(6, 6))).double()
-    x = leaf(3, 6, dtype=F64)
-    assert seq.plan(x).fused("backward") == {NAME: 2}
-    got = results(seq, seq.parameters(), x)
-    with only():
-        assert_same(got, results(seq, seq.parameters(), x))

@@ -68,20 +68,9 @@ def test_parameters_of_a_functional_call() -> None:
     )
 
 
-def test_nothing_requires_grad_where_all_is_frozen() -> None:
-    assert not Sequential(*one()).requires_grad_(False)(torch.randn(3, 6)).requires_grad
-
-
 def test_an_activation_is_not_absorbed() -> None:
     with pytest.raises(NotSupportedError, match="activation must be None: no GEMM returns"):
         ForwardLinearBiasActivation(linear=BasicLinear(6, 4), bias=Bias(4), activation=Identity())
-
-
-def test_by_hand_without_a_bias() -> None:
-    linear, x = BasicLinear(6, 4), torch.randn(3, 6)
-    fused = ForwardLinearBiasActivation(linear=linear, bias=None)
-    assert list(fused.basic_ops) == [linear]
-    torch.testing.assert_close(fused(x), nn.functional.linear(x, linear.weight))
 
 
 def test_a_bias_of_another_size_raises_what_the_bias_raises() -> None:

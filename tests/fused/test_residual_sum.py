@@ -50,19 +50,6 @@ def test_where_no_norm_follows_the_gemm_adds(
         assert plan.fused("forward")["forward_linear_bias_add"] == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_with_an_activation_before_the_gemm(device: str) -> None:
-    """The last block of a stack ends without a norm, those before it with one."""
-    last = of.Sequential(of.SwiGLU(), of.Linear(4, 8), of.AddExtraInput())
-    assert planned(last, device).fused("forward") == {"activation_linear_add": 1}
-    inner = of.Sequential(*last, of.MakeExtraOutput(), of.RMSNorm(8), of.BasicLinear(8, 8))
-    fused = planned(inner, device).fused("forward")
-    if device == "cpu":
-        assert fused == {"activation_linear_add": 1, "norm_linear": 1}
-    else:
-        assert fused == {"activation_linear": 1, "norm_linear": 1}
-
-
 class Branches(of.BasicOperation):
     """``2 x`` as output, and ``3 x`` as a fresh extra output."""
 
