@@ -294,17 +294,6 @@ def test_the_length_of_training_of_types_of_layers_stands_with_them() -> None:
     assert lengths == [8, 64]
 
 
-@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
-def test_layers_of_gemma(layers: str) -> None:
-    gemma = pytest.importorskip(
-        "transformers.models.gemma3.modeling_gemma3", reason="compares with transformers"
-    )
-    config = gemma.Gemma3TextConfig(rope_scaling={"rope_type": "linear", "factor": 8.0})
-    op = RotaryEmbedding.from_hf(config, layer_type=layers)
-    theirs = getattr(gemma.Gemma3RotaryEmbedding(config), f"{layers}_inv_freq")
-    assert torch.equal(op.inverse_frequencies(device="cpu"), theirs)
-
-
 def test_refuses_configurations() -> None:
     with pytest.raises(ArgumentError, match=r"known ones .*'beta_fat'. Did you mean 'beta_fast'"):
         RopeScaling.from_hf({"type": "yarn", **LONG, "beta_fat": 3})
