@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "attended", "bias_of", "case_of", "grads_of", "mask_of", "slope", "split"]
-
 
 class Case(NamedTuple):
     """A call, without its numbers.

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["stand_in"]
-
 _HIDDEN = -60000.0  # above what is added for keys that a mask hides
 
 

@@ -15,24 +15,6 @@ from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
 
-__all__ = [
-    "CASES",
-    "EACH_KIND",
-    "Bad",
-    "Case",
-    "Change",
-    "Inputs",
-    "ReadOnly",
-    "attributes_of",
-    "f32",
-    "make",
-    "outside",
-    "public",
-    "results",
-    "rows",
-    "same",
-]
-
 Inputs = Callable[[], list[Tensor]]
 
 

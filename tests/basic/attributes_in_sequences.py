@@ -15,8 +15,6 @@ from opfuser.fused import PointwiseChain, PointwiseNorm
 from opfuser.op import BasicOperation
 from tests.basic.attributes import CASES, Change, Inputs, f32, make, results, rows, same
 
-__all__ = ["CHANGES", "SEQUENCES", "Run", "Sets", "check_change", "parts"]
-
 
 class Run(NamedTuple):
     """A sequence of operations of the table.

@@ -348,6 +348,11 @@ def test_refuses_inputs(
         DotProductAttention(4, **arguments)(*map(torch.ones, shapes))
 
 
+def test_refuses_a_bias_of_integers() -> None:
+    with pytest.raises(InputError, match=r"The bias must be floating point.*torch.int64"):
+        DotProductAttention(4, **BIAS)(torch.ones(2, 5, 24), torch.ones(5, 5).long())
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "text"),
     [
@@ -362,20 +367,22 @@ def test_refuses_inputs(
         ({"max_seqlen": 3}, InputError, "come together.*cu_seqlens=None, max_seqlen=3"),
         ({"cu_seqlens": torch.tensor([0]), "max_seqlen": 9}, InputError, "batch is 1.*batch 2"),
         ({"masks": None}, OpKwargsError, "Received: masks"),
+        (
+            {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": 9},
+            InputError,
+            r"int32.*\(2,\) of torch.int64, max_seqlen=9",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 9]).int(), "max_seqlen": torch.tensor(9)},
+            InputError,
+            r"max_seqlen=tensor\(9\)",
+        ),
     ],
 )
 def test_refuses_keywords(keywords: dict[str, Any], error: Any, text: str) -> None:
+    batch = 1 if "cu_seqlens" in keywords and "batch" not in text else 2
     with pytest.raises(error, match=text):
-        DotProductAttention(4)(torch.ones(2, 9, 12), **keywords)
-
-
-def test_refuses_other_integers_of_sequences() -> None:
-    op, x = DotProductAttention(4), torch.ones(1, 9, 12)
-    with pytest.raises(InputError, match=r"int32.*\(2,\) of torch.int64, max_seqlen=9"):
-        op(x, cu_seqlens=torch.tensor([0, 9]), max_seqlen=9)
-    ends = torch.tensor([0, 9], dtype=torch.int32)
-    with pytest.raises(InputError, match=r"max_seqlen=tensor\(9\)"):
-        op(x, cu_seqlens=ends, max_seqlen=torch.tensor(9))
+        DotProductAttention(4)(torch.ones(batch, 9, 12), **keywords)
 
 
 def test_a_kernel_by_name_says_why_it_cannot() -> None:
@@ -494,12 +501,6 @@ def test_either_forward_of_a_subclass_counts(kind: Any, factor: int) -> None:
         torch.testing.assert_close(kind(2)(x, **keywords), want)
         got = Sequential(kind(2))(x, op_kwargs={0: keywords} if keywords else None)
         torch.testing.assert_close(got, want)
-
-
-def test_refuses_a_bias_of_integers() -> None:
-    op, x = DotProductAttention(4, core_attention_bias=True), torch.ones(2, 5, 24)
-    with pytest.raises(InputError, match=r"The bias must be floating point.*torch.int64"):
-        op(x, torch.ones(5, 5, dtype=torch.int64))
 
 
 # Dynamo's own use of torch and of Python warns in some versions.

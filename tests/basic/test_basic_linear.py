@@ -24,7 +24,7 @@ from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.op import GradNeeds
 from opfuser.recipe import Float8CurrentScaling
 from opfuser.testing import check_op
-from tests.basic.values import FLOORS, HALF, check_values, held_to
+from tests.basic.values import FLOORS, HALF, after_forward, check_values, held_to
 from tests.contract.gradients import handed_over
 
 # Of the shapes and layouts that check_op does not make of a matrix.
@@ -63,12 +63,9 @@ def test_features_may_be_zero() -> None:
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
 def test_saves_only_what_a_needed_gradient_reads(needs: tuple[bool, bool]) -> None:
-    op, x, ctx = BasicLinear(4, 3), torch.randn(2, 4), OperationContext()
-    ctx.needs = GradNeeds(needs[0], needs[1:], ())
-    with torch.no_grad():
-        op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-    assert ctx.to_save is not None
-    for saved, tensor, needed in zip(ctx.to_save, (x, op.weight), reversed(needs), strict=True):
+    op, x = BasicLinear(4, 3), torch.randn(2, 4)
+    made = after_forward(op, x, input=needs[0], parameters=needs[1]).saved_tensors
+    for saved, tensor, needed in zip(made, (x, op.weight), reversed(needs), strict=True):
         assert saved is (tensor if needed else None)
 
 
