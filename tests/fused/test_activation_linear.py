@@ -84,7 +84,6 @@ CASES = {
     "read by others": Case(
         lambda: [BasicLinear(8, 8), MakeExtraOutput(), *FORMS["gated"]()], (5, 8)
     ),
-    "four dimensions": Case(FORMS["gated"], (2, 3, 2, 8), dtypes=(F32, BF16)),
     "cleared biases": Case(cleared, (7, 8), dtypes=(F32, FP16)),
     "the same operations again": Case(shared, (7, 8), dtypes=(F64, F32), times=3),
 }

@@ -79,7 +79,6 @@ CASES: dict[str, Any] = {
         )
         for name, form in FORMS.items()
     },
-    "four dimensions": lambda n: Case(lambda: ops(n), (2, 3, 2, 6), dtypes=(BF16,)),
     "zero-centered": lambda n: Case(
         lambda: ops(n, zero_centered_gamma=True), (7, 6), dtypes=(F32, FP16)
     ),

@@ -28,7 +28,6 @@ from opfuser.fused.recompute_mlp import FUSION
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.testing import assert_fused, assert_not_fused
 from tests.fused.examples import (
-    BF16,
     DTYPES,
     F32,
     F64,
@@ -85,7 +84,6 @@ each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 CASES = {
     **{name: Case(form, dtypes=DTYPES) for name, form in FORMS.items()},
     "sum": Case(lambda: [AddExtraInput(), *llama()], extras=(D,), dtypes=DTYPES),
-    "four dimensions": Case(FORMS["llama, biases"], (2, 3, 2, D), dtypes=(F32, BF16)),
     "one weight for both linears": Case(one_weight, (7, D), dtypes=(F64, F32)),
 }
 
