@@ -280,17 +280,6 @@ def test_save_pretrained(apart: bool, tmp_path: Any) -> None:
     torch.testing.assert_close(Model.from_pretrained(tmp_path)(x), model(x))
 
 
-def test_copies_have_parameters_of_their_own() -> None:
-    op, x = merged(), torch.randn(4, 6)
-    twin = copy.deepcopy(Sequential(op))
-    wanted = op(x)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.zero_()
-    assert not twin(x).any()
-    torch.testing.assert_close(op(x), wanted)
-
-
 def test_parameters_that_are_replaced() -> None:
     op = merged(dtype=F64)
     seq, x = Sequential(op), rand(4, 6, grad=True)

@@ -94,22 +94,6 @@ def test_an_output_of_the_gradients_pass_is_not_recomputed_before(
     assert seen == ([0] * (edges[0] is RECOMPUTE) + [1]) * (edges[1] is RECOMPUTE)
 
 
-@pytest.mark.parametrize("frozen", [1, 2, 3], ids=["norm", "and linear", "and activation"])
-@each_edges
-def test_parts_that_owe_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
-    """No plan has them at the beginning: what they would recompute is saved by the part behind."""
-    parts = block(plain=True)
-    for part in parts[:frozen]:
-        for op in part.ops:
-            op.requires_grad_(False)
-    fused, apart = pair(parts, edges)
-    compare(fused, apart, (6, 6, 4), grad=False)
-    inputs = [leaf(*ROWS, width, dtype=F64).detach() for width in (6, 6, 4)]
-    widths = [t.shape[-1] for t in saved_by(fused, *inputs)]
-    assert widths.count(16) == frozen - 1 + sum(edge is SAVE for edge in edges[frozen:])
-    assert widths.count(6) == 2 or frozen > 1  # those of the norm and of the first linear
-
-
 def test_parts_that_keep_their_input_or_recompute_nothing() -> None:
     edges = [SAVE, SAVE, RECOMPUTE]
     parts = [
