@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser import DotProductAttention, torch_internals
 from opfuser.attention import cudnn_versions, sdpa
-from opfuser.attention.call import Request
-from opfuser.attention.choice import KERNELS
+from opfuser.attention.call import Call, Heads, Request
+from opfuser.attention.choice import KERNELS, choose_plain
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import NotSupportedError
 from opfuser.testing.compare import precision
 from tests.basic.test_attention_modes import formula
-from tests.basic.values import fill
+from tests.basic.values import DTYPES, FOUR_UNITS, check_values, fill
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 64
@@ -172,6 +173,44 @@ def test_numbers(name: str, dtype: torch.dtype, kernel: str) -> None:
         pytest.skip(f"this GPU or this torch: {error}")
     assert op.last_choice is not None
     assert op.last_choice.kernel == kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", None])
+@pytest.mark.parametrize(("causal", "heads"), [(False, (4, 2)), (True, (4, 4)), (True, (4, 2))])
+def test_layouts_and_modes_of_calls(
+    kernel: str | None, causal: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each kernel, and in every dtype by the one that is chosen.
+
+    Where nothing is forced, empty tensors go to plain torch, and a single key not to cuDNN.
+    """
+
+    def choose(x: Any, *_: Any) -> str | None:
+        takes_it = x.q.numel() and (kernel != "cudnn" or x.q.shape[2] > 1)
+        return kernel if takes_it else "blockwise"
+
+    if kernel is not None:
+        monkeypatch.setattr(module, "choose_plain", choose)
+    op = DotProductAttention(*heads, causal=causal)
+    x = torch.randn(2, 70, (heads[0] + 2 * heads[1]) * DIM, device="cuda")
+    check_values(op, x, dtypes=[BF16] if kernel else DTYPES, floors=FOUR_UNITS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [5, 64, 256, 264])
+def test_tracers_get_the_kernel_of_eager_calls(kv_heads: int, head_dim: int, masked: bool) -> None:
+    mask = torch.ones(2, 1, 1, 70, device="cuda", dtype=torch.bool) if masked else None
+    call = Call(not masked, 0.5, mask=mask)
+    for dtype in DTYPES:
+        numbers = 4, kv_heads, kv_heads
+        x = torch.randn(2, sum(numbers), 70, head_dim, device="cuda", dtype=dtype)
+        want = choose_plain(Heads(*x.split(numbers, 1)), call, True)
+        with FakeTensorMode() as mode:
+            traced = Heads(*mode.from_tensor(x).split(numbers, 1))
+            assert choose_plain(traced, call, True) == want
 
 
 HOPPER = Request(

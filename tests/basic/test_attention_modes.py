@@ -94,6 +94,8 @@ class Mode(NamedTuple):
 
 
 MODES = {
+    "causal": Mode({}, [(2, 19, 8 * 16)], kernel="cpu"),
+    "both directions": Mode({"causal": False, "scale": 1.0}, kernel="cpu"),
     "fewer queries": Mode({"layout": "separate"}, SEPARATE),
     "fewer keys": Mode({"layout": "separate"}, [(1, 6, 24), (1, 4, 12), (1, 4, 12)]),
     "cross": Mode({"layout": "separate", "causal": False}, [(2, 5, 24), (2, 9, 12), (2, 9, 12)],
@@ -132,6 +134,8 @@ MODES = {
     "sequences, window": Mode({"window": 2, "sinks": True}, [(1, 9, 48)], SEQUENCES),
 }  # fmt: skip
 HALF_TOO = {
+    "causal",
+    "both directions",
     "bias",
     "bias, padding",
     "fewer queries",
@@ -143,6 +147,7 @@ HALF_TOO = {
 }
 # Each of what the keys of some queries depend on, and of what is added up over queries.
 IN_PARTS = (
+    "causal",
     "fewer queries",
     "size of values",
     "window",
@@ -329,6 +334,9 @@ SEPARATED = {"layout": "separate"}
             [(1, 5, 56)],
             r"sequence, 8 \* head_dim \+ 28 of values\).*\(1, 5, 56\)",
         ),
+        ({}, [(2, 3, 47)], r"sequence, 12 \* head_dim\) \(DotProductAttention\)"),
+        ({}, [(2, 3, 0)], "The input must be floating point"),
+        ({}, [(3, 48)], "The input must be floating point"),
         (SEPARATED, [(2, 5, 8), (2, 5, 8), (2, 4, 8)], "Queries must be floating"),
         (SEPARATED, [(2, 5, 8), (1, 5, 8), (1, 5, 8)], r"\(1, 5, 8\) of torch.float32"),
         (SEPARATED, [(2, 5, 8), (2, 5, 4), (2, 5, 8)], r"keys \(batch, keys, 4 \* head_dim\)"),
@@ -348,7 +356,9 @@ def test_refuses_inputs(
         DotProductAttention(4, **arguments)(*map(torch.ones, shapes))
 
 
-def test_refuses_a_bias_of_integers() -> None:
+def test_refuses_integers() -> None:
+    with pytest.raises(InputError, match=r"The input must be floating point.*torch.int64"):
+        DotProductAttention(4)(torch.ones(2, 5, 24).long())
     with pytest.raises(InputError, match=r"The bias must be floating point.*torch.int64"):
         DotProductAttention(4, **BIAS)(torch.ones(2, 5, 24), torch.ones(5, 5).long())
 
@@ -476,10 +486,23 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
     )
 
 
-def test_separate_inputs_and_sinks_under_autocast() -> None:
-    op, tensors = make(MODES["fewer queries"], sinks=True)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize(("name", "sinks"), [("causal", False), ("fewer queries", True)])
+def test_autocast(name: str, sinks: bool, device: torch.device) -> None:
+    op, tensors = make(MODES[name], sinks=sinks)
+    op, tensors = op.to(device), [t.to(device) for t in tensors]
+    with torch.autocast(device.type, torch.bfloat16):
         check_op(op, *tensors)
+        y = op(*tensors)
+    torch.testing.assert_close(y, op(*[t.bfloat16() for t in tensors]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", [None, "blockwise"])
+def test_large_scores_do_not_overflow(kernel: str | None) -> None:
+    op = DotProductAttention(2, scale=1.0, kernel=kernel)
+    x = (30 * torch.randn(1, 6, 6 * 8)).requires_grad_()
+    y = op(x)
+    torch.testing.assert_close(y.double(), formula(op, x.double()))
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
 class Doubled(DotProductAttention):
