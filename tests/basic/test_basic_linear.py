@@ -23,8 +23,7 @@ from opfuser import (
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.op import GradNeeds
 from opfuser.recipe import Float8CurrentScaling
-from opfuser.testing import check_op
-from tests.basic.values import FLOORS, HALF, after_forward, check_values, held_to
+from tests.basic.values import HALF, after_forward, check_values, held_to
 from tests.contract.gradients import handed_over
 
 # Of the shapes and layouts that check_op does not make of a matrix.
@@ -48,10 +47,7 @@ def linear(op: BasicLinear, x: Tensor) -> Tensor:
 def test_as_exact_as_torch(shape: str, device: torch.device) -> None:
     x = INPUTS[shape]().to(device)
     op = held_to(BasicLinear(x.shape[-1], 11, device=device), linear)
-    check_values(op, x)
-    for dtype in HALF:
-        with torch.autocast(device.type, dtype):
-            check_op(op, x, floor=FLOORS[dtype])
+    check_values(op, x, autocast=HALF)
 
 
 def test_features_may_be_zero() -> None:
@@ -224,11 +220,7 @@ def test_transposed_weight_as_exact_as_torch(device: torch.device) -> None:
         lambda op, x: F.linear(x, op.weight.t()),
     )
     for shape in ("matrix", "batched"):
-        x = INPUTS[shape]().to(device)
-        check_values(op, x)
-        for dtype in HALF:
-            with torch.autocast(device.type, dtype):
-                check_op(op, x, floor=FLOORS[dtype])
+        check_values(op, INPUTS[shape]().to(device), autocast=HALF)
 
 
 @pytest.mark.parametrize("target", ["autograd", "main_grad", "grad"])

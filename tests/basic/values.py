@@ -60,10 +60,14 @@ def check_values(
     *inputs: Tensor,
     dtypes: Iterable[torch.dtype] = DTYPES,
     floors: dict[torch.dtype, float] = FLOORS,
+    autocast: Iterable[torch.dtype] = (),
     **how: Any,
 ) -> None:
-    """:func:`check_op` in each dtype, with a floor of its own."""
+    """:func:`check_op` in each dtype, with a floor of its own, and under autocast to others."""
     check_op(op, *inputs, dtypes=dtypes, floor=floors, **how)
+    for dtype in autocast:
+        with torch.autocast(inputs[0].device.type, dtype):
+            check_op(op, *inputs, floor=floors[dtype], **how)
 
 
 def after_forward(

@@ -90,7 +90,10 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [*zip(CASES, itertools.cycle(NORMS)), ("all", "rms"), ("several dimensions", "rms")],
+    [
+        *zip(CASES, itertools.cycle(NORMS)),
+        *((case, "layer") for case in ("all", "zero-centered", "several dimensions")),
+    ],
 )
 def test_values(case: str, kind: str, device: torch.device) -> None:
     if device.type == "cpu" or case in FORMS:
