@@ -124,8 +124,8 @@ def test_shapes_on_the_meta_device(name: str) -> None:
 # Each way of computing once, but for those whose own files trace them.
 COMPILED = [
     "AddEmbedding", "ClampedSwiGLU", "CrossEntropy", "DotProductAttention", "Embedding", "GELU",
-    "L2Normalization", "LayerNorm", "PositionEmbedding", "QKNorm", "RMSNorm", "RotaryEmbedding",
-    "ScaledSiTUGLU", "TopKRouter",
+    "L2Normalization", "LayerNorm", "LoRALinear", "PositionEmbedding", "QKNorm", "RMSNorm",
+    "RotaryEmbedding", "ScaledSiTUGLU", "TopKRouter",
 ]  # fmt: skip
 
 

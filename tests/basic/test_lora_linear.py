@@ -1,6 +1,7 @@
 """LoRALinear: values and gradients of frozen weights with trained products of low rank beside them.
 
-What all operations do alike: test_all.py and test_attributes.py.
+What all operations do alike: test_all.py and test_attributes.py; fusions, and projections beside it:
+tests/fused/test_merged_linear.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import opfuser
-from opfuser import LoRAAdapter, LoRALinear, Residual, RMSNorm, Sequential, SwiGLU
+from opfuser import LoRAAdapter, LoRALinear, Sequential
 from opfuser.errors import ArgumentError, InputError
 from opfuser.recipe import Float8CurrentScaling
 from opfuser.testing import check_op
@@ -130,70 +131,10 @@ def test_autocast(device: torch.device) -> None:
         check_op(op, torch.randn(3, 7, device=device))
 
 
-def block(kind: str) -> tuple[Sequential, dict[str, Any]]:
-    up, down = (LoRAAdapter("a", 2, 0.5), LoRAAdapter("b", 3, output=1)), (LoRAAdapter(rank=2),)
-    if kind == "residual":
-        ops = [RMSNorm(7), LoRALinear(7, (4, 4), up), SwiGLU(), LoRALinear(4, 7, down)]
-        return Sequential(Residual(*ops)), {"joint": {"norm_linear": 1, "activation_linear_add": 1}}
-    if kind == "scaled sum":
-        ops = [LoRALinear(7, 7, down), opfuser.ConstantScale(0.5)]
-        return Sequential(Residual(*ops)), {"forward": {"forward_linear_scale_add": 1}}
-    if kind == "scaled":
-        return Sequential(LoRALinear(7, 5, down), opfuser.ConstantScale(0.5)), {
-            "backward": {"backward_linear_scale": 1}
-        }
-    return Sequential(LoRALinear(7, 7, down), opfuser.Bias(7), opfuser.GELU()), {
-        "forward": {"forward_linear_bias_activation": 1}
-    }
-
-
-@pytest.mark.parametrize("dropout", [0.0, 1.0])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", ["residual", "scaled", "scaled sum", "bias"])
-def test_fusions_compute_what_operations_do_alone(
-    kind: str, recompute: bool, dropout: float
-) -> None:
-    torch.manual_seed(0)
-    seq, fusions = block(kind)
-    fill(seq).double().requires_grad_()
-    for op in seq.modules():
-        if isinstance(op, LoRALinear):
-            op.adapters = tuple([a._replace(dropout=dropout) for a in op.adapters])
-    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    leaves = [x, *seq.parameters()]
-
-    def step() -> tuple[Tensor, ...]:
-        y = seq(x)
-        return (y, *torch.autograd.grad(y.cos().sum(), leaves))
-
-    with (opfuser.enable if recompute else opfuser.disable)("recompute_mlp"):
-        got = step()
-        if not recompute:
-            opfuser.require_fusions(seq, **fusions)
-    with opfuser.disable("*"):
-        want = step()
-    torch.testing.assert_close(got, want)
-    if dropout:
-        for op in (op for op in seq.modules() if isinstance(op, LoRALinear)):
-            op.adapters = tuple([a._replace(active=False) for a in op.adapters])
-        torch.testing.assert_close(got[0], seq(x))
-
-
 def test_regions_of_quantized_compute_leave_it_out() -> None:
     seq = Sequential(LoRALinear(16, 32, [LoRAAdapter(rank=2)]), recipe=Float8CurrentScaling())
     assert seq.plan(torch.randn(2, 16)).quantized == ()
     assert "low rank" in str(opfuser.can_fuse(seq, "quantized_linear", torch.randn(2, 16)))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["of three", "one"])
-def test_compiles_without_a_graph_break(name: str) -> None:
-    torch.compiler.reset()
-    seq, x = Sequential(RMSNorm(7), made(name, adapter_dtype=torch.float64)), torch.randn(3, 7)
-    compiled: Any = torch.compile(seq, backend="aot_eager", fullgraph=True)
-    leaves = [p for p in seq.parameters() if p.requires_grad]
-    got, want = ([y, *torch.autograd.grad(y.cos().sum(), leaves)] for y in (compiled(x), seq(x)))
-    torch.testing.assert_close(got, want)
 
 
 def test_checkpoints_of_peft_load() -> None:
