@@ -1,6 +1,6 @@
 """LoRALinear: values and gradients of frozen weights with trained products of low rank beside them.
 
-What all operations do alike: test_all.py and test_attributes.py; fusions, and projections beside it:
+What all operations do alike: test_all.py and test_attributes.py. Fusions:
 tests/fused/test_merged_linear.py.
 """
 
