@@ -17,7 +17,7 @@ from opfuser.attention.sdpa import CUDNN
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import NotSupportedError
 from tests.basic import attention_cudnn
-from tests.basic.attention_cases import Case, attended, grads_of, split
+from tests.basic.attention_cases import Case, as_exact, split
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -215,10 +215,7 @@ def tensors_of(m: Masked, blind: Tensor, unseen: Tensor) -> tuple[list[Tensor], 
 
 
 def check(m: Masked, call: Callable[..., Tensor], op: Any, on: str = "cuda") -> None:
-    """Asserts values and gradients of a call in ``m.dtype``, against those in float64.
-
-    They are allowed twice the error of plain torch in ``m.dtype``, and a unit in the last place.
-    """
+    """Asserts values and gradients of a call in ``m.dtype``."""
     mask = MASKS[m.mask](m)
     blind, unseen = blind_of(m, mask)
     assert blind.any() == (m.mask not in ("padding", "padding of all", "everything") or m.causal)
@@ -229,16 +226,7 @@ def check(m: Masked, call: Callable[..., Tensor], op: Any, on: str = "cuda") -> 
         xs = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in xs]
     leaves = [*(t.detach().requires_grad_() for t in xs), *op.parameters()]
     y = call(*leaves[: len(xs)], mask=mask)
-    found = [grads_of(y, dy, leaves)]
-    for dtype in (m.dtype, torch.float64):
-        own = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        added = mask if mask.dtype == torch.bool else mask.to(m.dtype).to(dtype)
-        given = *split(case, own[: len(xs)]), added, *own[len(xs) :]
-        found.append(grads_of(attended(case, *given), dy.to(dtype), own))
-    for got, plain, want in zip(*found):
-        bound = 2 * (plain - want).abs().max() + torch.finfo(m.dtype).eps * want.abs().max()
-        assert (got - want).abs().max() <= bound
-    y, *grads = found[0]
+    y, *grads = as_exact(case, y, dy, leaves, mask)
     assert not y.unflatten(2, (4, -1)).transpose(1, 2)[blind.to(on)].any()
     dq, dk, dv = split(case, grads[: len(xs)])
     assert not dq[blind.to(on)].any()

@@ -22,6 +22,7 @@ from opfuser.errors import NotSupportedError
 from tests.basic import attention_cudnn
 from tests.basic.attention_cases import (
     Case,
+    as_exact,
     attended,
     bias_of,
     case_of,
@@ -210,39 +211,23 @@ def test_the_longest_sequence_may_be_said_to_be_longer(slack: int) -> None:
     torch.testing.assert_close(op(x, cu_seqlens=ends, max_seqlen=5 + slack), want)
 
 
-def error_and_bound(case: Case, seed: int, kernel: str, on: torch.device) -> list[Any] | None:
-    """Errors of a kernel in bf16, and what they may be; None if it does not take the call.
-
-    Twice the error of plain torch in bf16, and a unit in the last place.
-    """
+def holds_in_bf16(case: Case, seed: int, kernel: str, on: torch.device) -> bool:
+    """Whether a kernel takes the call; if so, it is held to the definition."""
     op, tensors, keywords, mask, bias = made(case, seed)
     op = op.to(on, torch.bfloat16)
     op.kernel = kernel
-    count, tensors = len(tensors), [t.to(on, torch.bfloat16) for t in (*tensors, *bias)]
     if mask is not None:
         mask = mask.to(on) if mask.dtype == torch.bool else mask.to(on, torch.bfloat16)
         keywords["mask"] = mask
     if case.ends is not None:
         keywords["cu_seqlens"] = keywords["cu_seqlens"].to(on)
-    leaves = [*(t.detach().requires_grad_() for t in tensors), *op.parameters()]
+    own = [t.to(on, torch.bfloat16).requires_grad_() for t in (*tensors, *bias)]
     try:
-        y = op(*leaves[: len(tensors)], **keywords)
+        y = op(*own, **keywords)
     except NotSupportedError:
-        return None
-    dy = torch.randn_like(y)
-    found = [grads_of(y, dy, leaves)]
-    for dtype in (torch.bfloat16, torch.float64):
-        own = [t.detach().to(dtype).requires_grad_() for t in leaves]
-        heads, sinks = split(case, own[:count]), own[len(tensors) :]
-        added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
-        z = attended(case, *heads, added, next(iter(sinks), None), *own[count : len(tensors)])
-        found.append(grads_of(z, dy.to(dtype), own))
-    unit = torch.finfo(torch.bfloat16).eps
-    return [
-        ((got - want).abs().max(), 2 * (plain - want).abs().max() + unit * want.abs().max())
-        for got, plain, want in zip(*found)
-        if want.numel()
-    ]
+        return False
+    as_exact(case, y, torch.randn_like(y), [*own, *op.parameters()], mask)
+    return True
 
 
 GPU = ["cudnn", "flash", "efficient", "flash_attn"]  # flex would compile for each case
@@ -260,10 +245,7 @@ def test_half_precision(kernel: str, device: str) -> None:
     for seed in range(50):
         case = case_of(seed)
         case = case._replace(size=16 * case.size, v_size=16 * case.v_size)
-        found = error_and_bound(case, seed, kernel, torch.device(device))
-        count += found is not None
-        for error, bound in found or ():
-            assert error <= bound, f"case {seed}: {case}"
+        count += holds_in_bf16(case, seed, kernel, torch.device(device))
     if not count:
         pytest.skip(f"{kernel} takes none of them here")
 
