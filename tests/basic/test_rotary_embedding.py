@@ -281,50 +281,42 @@ def test_compiles_with_positions(variant: str) -> None:
     torch.testing.assert_close(*[torch.autograd.grad(y, x, dy) for y in ys])
 
 
-@pytest.mark.parametrize(
-    "x", [torch.ones(2, 3, 71), torch.ones(3, 72), torch.ones(2, 3, 72, dtype=torch.int64)]
-)
-def test_refuses_inputs(x: Tensor) -> None:
-    with pytest.raises(InputError, match=r"\(batch, sequence, 72\) \(RotaryEmbedding\)"):
-        make("half-split")(x)
+X = torch.ones(2, 3, 72)
+INPUT = r"\(batch, sequence, 72\) \(RotaryEmbedding\)"
+POSITIONS = r"positions must be integer.*positions \("
+LENGTH = r"length must be a positive int .*Received: (length=0|a t)"
+REFUSED: list[tuple[str, Tensor, dict[str, Any], str]] = [
+    ("half-split", torch.ones(2, 3, 71), {}, INPUT),
+    ("half-split", torch.ones(3, 72), {}, INPUT),
+    ("half-split", X.long(), {}, INPUT),
+    ("half-split", X, {"positions": torch.arange(3.0)}, POSITIONS),
+    ("half-split", X, {"positions": torch.arange(4)}, POSITIONS),
+    ("half-split", X, {"positions": torch.ones(3, 3).long()}, POSITIONS),
+    ("half-split", X, {"positions": torch.ones(2).long()}, POSITIONS),
+    (
+        "sections", torch.ones(2, 4, 36), {"positions": torch.ones(3, 2, 4).long()},
+        r"integer, \(sequence,\) or \(batch, sequence\), or \(2, batch, sequence\).*\(3, 2, 4\)",
+    ),
+    (
+        "half-split", X, {"tables": torch.ones(2, 4, 6)},
+        r"tables must be \(2, sequence, 3\) or \(2, batch \* ",
+    ),
+    ("half-split", X, {"tables": torch.ones(2, 3, 6).long()}, "Tables hold cosine and sine in"),
+    (
+        "half-split", X, {"tables": torch.ones(2, 3, 6), "positions": torch.arange(3)},
+        r"in place of positions .*Received: positions \(3,\) of torch.int64, tables \(2, 3, 6",
+    ),
+    ("by length", X, {"length": 0}, LENGTH),
+    ("by length", X, {"length": torch.tensor(9)}, LENGTH),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "positions", [torch.arange(3.0), torch.arange(4), torch.ones(3, 3).long(), torch.ones(2).long()]
-)
-def test_refuses_positions(positions: Tensor) -> None:
-    with pytest.raises(InputError, match=r"positions must be integer.*positions \("):
-        make("half-split")(torch.ones(2, 3, 72), positions=positions)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"tables": torch.ones(2, 4, 6)}, r"tables must be \(2, sequence, 3\) or \(2, batch \* "),
-        ({"tables": torch.ones(2, 3, 6).long()}, r"Tables hold cosine and sine in floating point"),
-        (
-            {"tables": torch.ones(2, 3, 6), "positions": torch.arange(3)},
-            r"in place of positions .*Received: positions \(3,\) of torch.int64, tables \(2, 3, 6",
-        ),
-    ],
-)
-def test_refuses_tables(given: dict[str, Tensor], text: str) -> None:
+@pytest.mark.parametrize(("variant", "x", "given", "text"), REFUSED)
+def test_refuses_inputs_and_keywords(
+    variant: str, x: Tensor, given: dict[str, Any], text: str
+) -> None:
     with pytest.raises(InputError, match=text):
-        make("half-split")(torch.ones(2, 3, 72), **given)
-
-
-def test_refuses_positions_of_other_sections() -> None:
-    text = r"integer, \(sequence,\) or \(batch, sequence\), or \(2, batch, sequence\).*\(3, 2, 4\)"
-    with pytest.raises(InputError, match=text):
-        make("sections")(torch.ones(2, 4, 36), positions=torch.ones(3, 2, 4).long())
-
-
-@pytest.mark.parametrize("length", [0, torch.tensor(9)], ids=repr)
-def test_refuses_lengths(length: Any) -> None:
-    with pytest.raises(
-        InputError, match=r"length must be a positive int .*Received: (length=0|a t)"
-    ):
-        make("by length")(torch.ones(2, 3, 72), length=length)
+        make(variant)(x, **given)
 
 
 def test_refuses_heads_of_odd_size() -> None:
