@@ -179,6 +179,19 @@ def made_in_inference_mode() -> Tensor:
         return randn(3, 4)
 
 
+class Publishes(of.BasicOperation):
+    """``x`` as output, and a tensor that somebody has as an extra output."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.published = [tensor]
+
+    def fuser_forward(self, ctxs: object, input_: Tensor, **unused: object) -> object:
+        return input_ * 1, [tuple(self.published)]
+
+
 X = randn(3, 4)
 UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
     "the input itself": (ordered, [X, X]),
@@ -192,6 +205,7 @@ UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
         lambda: of.Sequential(of.Residual(of.ConstantScale(2.0), *ordered())), [X, X]
     ),
     "of inference mode": (ordered, [X, made_in_inference_mode()]),
+    "an extra output": (lambda: ordered(Publishes(X)), [randn(3, 4), X]),
     "from a channel": (by_channel, [X]),
     # Each group sees a part of the call alone.
     "from a channel over a module": (lambda: by_channel(nn.Tanh()), [X]),
