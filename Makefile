@@ -60,8 +60,8 @@ test: $(READY)
 # A file or two for each kind of promise, without what starts processes or compiles.
 QUICK := planning contract/test_channels.py contract/test_checkpoints.py contract/test_dtypes.py \
   contract/test_weight_gradients.py basic/test_all.py checks/test_every_operation.py \
-  fused/test_linear_add.py fused/test_norm_linear.py engine/test_errors.py engine/test_programs.py \
-  engine/test_recorder.py replay/test_values.py quantization/test_values.py \
+  fused/test_linear_gradients.py fused/test_norm_linear.py engine/test_errors.py \
+  engine/test_programs.py engine/test_recorder.py replay/test_values.py quantization/test_values.py \
   quantization/test_region.py applying/test_models.py reading/test_families.py \
   integrations/test_torch_nn.py models/test_decoder.py packaging/test_import.py \
   checks/test_planted_faults.py

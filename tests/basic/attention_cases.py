@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "attended", "bias_of", "case_of", "grads_of", "mask_of", "slope", "split"]
-
 
 class Case(NamedTuple):
     """A call, without its numbers.
@@ -210,3 +208,29 @@ def grads_of(y: Tensor, dy: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     """The output and its gradients; zeros where there is no path."""
     found = torch.autograd.grad(y, leaves, dy, allow_unused=True)
     return [y.detach(), *(torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found))]
+
+
+def as_exact(
+    case: Case, y: Tensor, dy: Tensor, leaves: list[Tensor], mask: Tensor | None
+) -> list[Tensor]:
+    """The output of a call and its gradients, as exact as plain torch in their dtype.
+
+    They are allowed twice its error, and a unit in the last place.
+
+    Args:
+        leaves: the tensors of the case, its bias and its sinks, as far as it has them.
+    """
+    count, dtype = len(case.shapes), leaves[0].dtype
+    biased = count + bool(case.bias)
+    found = [grads_of(y, dy, leaves)]
+    for wide in (dtype, torch.float64):
+        own = [t.detach().to(wide).requires_grad_() for t in leaves]
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype).to(wide)
+        sinks = own[biased] if len(own) > biased else None
+        z = attended(case, *split(case, own[:count]), added, sinks, *own[count:biased])
+        found.append(grads_of(z, dy.to(wide), own))
+    for got, plain, want in zip(*found):
+        if want.numel():
+            bound = 2 * (plain - want).abs().max() + torch.finfo(dtype).eps * want.abs().max()
+            assert (got - want).abs().max() <= bound, case
+    return found[0]

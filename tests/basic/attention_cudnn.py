@@ -8,15 +8,12 @@ that see no key have an output of NaN, and weights in backward that are finite a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-
-from opfuser.attention import sdpa
-
-__all__ = ["install"]
 
 _HIDDEN = -60000.0  # above what is added for keys that a mask hides
 
@@ -37,8 +34,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    q, k = q.to(_wide(q)), k.to(_wide(k))
-    s = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    s = scale * q.to(_wide(q)) @ _repeated(k, q).mT
     s = s if bias is None else s + bias
     hidden = torch.ones_like(s, dtype=torch.bool).triu(1)
     return s.masked_fill(hidden, -torch.inf) if causal else s
@@ -48,8 +44,9 @@ def _wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-def _values(v: Tensor, group: int) -> Tensor:
-    return v.to(_wide(v)).repeat_interleave(group, 1)
+def _repeated(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, one for each head of queries."""
+    return t.to(_wide(t)).repeat_interleave(q.shape[1] // t.shape[1], 1)
 
 
 def _forward(
@@ -60,7 +57,7 @@ def _forward(
     assert (compute_log_sumexp, dropout_p, return_debug_mask) == (True, 0.0, False)
     _check(q, k, v, attn_bias, is_causal)
     s = _scores(q, k, attn_bias, is_causal, scale)
-    y = s.softmax(-1) @ _values(v, q.shape[1] // v.shape[1])
+    y = s.softmax(-1) @ _repeated(v, q)
     y = y.masked_fill(s.amax(-1, keepdim=True) < _HIDDEN, torch.nan).to(q.dtype)
     seed, offset = torch.zeros(2, dtype=torch.int64)
     lengths = q.shape[2], k.shape[2]
@@ -76,26 +73,28 @@ def _backward(
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
     assert dy.shape == y.shape
     _check(q, k, v, attn_bias, is_causal)
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (q, k)]
-        s = _scores(*leaves, attn_bias, is_causal, scale)
-    p = torch.exp(s.detach() - logsumexp)
-    p = torch.where(s.detach().amax(-1, keepdim=True) < _HIDDEN, 7.0, p)
+    s, groups = _scores(q, k, attn_bias, is_causal, scale), (k.shape[1], -1)
+    p = torch.exp(s - logsumexp)
+    p = torch.where(s.amax(-1, keepdim=True) < _HIDDEN, 7.0, p)
     dy = dy.to(p.dtype)
-    dp = dy @ _values(v, q.shape[1] // v.shape[1]).mT
-    dq, dk = torch.autograd.grad(s, leaves, p * (dp - (dy * y).sum(-1, keepdim=True)))
-    dv = (p.mT @ dy).unflatten(1, (v.shape[1], -1)).sum(2)
-    return dq, dk, dv.to(v.dtype)
+    dp = dy @ _repeated(v, q).mT
+    ds = scale * p * (dp - (dy * y).sum(-1, keepdim=True))
+    dk, dv = [t.unflatten(1, groups).sum(2) for t in (ds.mT @ q.to(_wide(q)), p.mT @ dy)]
+    return (ds @ _repeated(k, q)).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Operators:
-    _scaled_dot_product_cudnn_attention = staticmethod(_forward)
-    _scaled_dot_product_cudnn_attention_backward = staticmethod(_backward)
+@contextmanager
+def stand_in() -> Iterator[list[Tensor | None]]:
+    """Inside, torch's operators of cuDNN have these kernels on a CPU; yields what they add."""
+    name, added = "_scaled_dot_product_cudnn_attention", []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.ops.aten, name)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *given: Any, **how: Any
+    ) -> Any:
+        added.append(bias)
+        return _forward(q, k, v, bias, *given, **how)
 
-
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computes by the stand-in what opfuser asks of cuDNN."""
-    monkeypatch.setattr(sdpa, "_aten", _Operators())
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, forward, "CPU")
+        library.impl(f"{name}_backward", _backward, "CPU")
+        yield added

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opfuser.attention import blockwise, choice, flash_attn
-from opfuser.runtime.libraries import imported, installed
+from opfuser.runtime import libraries
 
 
 class Score(NamedTuple):
@@ -146,25 +146,24 @@ FLASH_ATTN = (
 )  # fmt: skip
 
 
-MODULE = flash_attn._MODULE
-
-
-def forget_choices() -> None:
-    """Which kernel a call takes is found out again."""
-    choice._find.cache_clear()
-    choice._unprepared.clear()
+MODULE = "flash_attn.flash_attn_interface"
 
 
 def few_queries(monkeypatch: pytest.MonkeyPatch, scores: int = 1) -> None:
-    """Plain torch computes attention with as many queries at a time as have so many scores."""
+    """Plain torch computes attention with as many queries at a time as have so many scores.
+
+    Millions, otherwise, and at least 128 queries: no call of a test has as many.
+    """
     monkeypatch.setattr(blockwise, "_FEWEST", 1)
     monkeypatch.setattr(blockwise, "_SCORES", scores)
 
 
 def forget() -> None:
-    """What was found out of packages is found out again."""
-    for cached in (imported, installed, flash_attn._unusable):
-        cached.cache_clear()
+    """What was found out of packages, and which kernel a call takes, is found out again."""
+    for module in (libraries, flash_attn, choice):
+        for cached in vars(module).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

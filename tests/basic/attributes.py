@@ -15,24 +15,6 @@ from opfuser.basic.gated_activation import GATED_ACTIVATIONS
 from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
 
-__all__ = [
-    "CASES",
-    "EACH_KIND",
-    "Bad",
-    "Case",
-    "Change",
-    "Inputs",
-    "ReadOnly",
-    "attributes_of",
-    "f32",
-    "make",
-    "outside",
-    "public",
-    "results",
-    "rows",
-    "same",
-]
-
 Inputs = Callable[[], list[Tensor]]
 
 
@@ -146,6 +128,7 @@ DOMAINS: dict[str, list[Bad]] = {
     "beta1": [bad("beta1 must be finite and positive.", 0.0, -1.0, INF, NAN)],
     "beta2": [bad("beta2 must be finite and positive.", 0.0, -1.0, INF, NAN)],
     "limit": [bad("limit must be positive.", 0.0, -7.0, NAN)],
+    "tanh_clamp_scale": [bad("tanh_clamp_scale must be finite and positive", 0, -1.0, INF, NAN)],
     "num_heads": [bad("num_heads must be positive", 0, -4)],
     "num_kv_heads": [bad("num_kv_heads must be positive", 0, -4)],
     "head_dim": [bad("head_dim must be positive", 0, -4)],

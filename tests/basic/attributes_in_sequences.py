@@ -15,8 +15,6 @@ from opfuser.fused import PointwiseChain, PointwiseNorm
 from opfuser.op import BasicOperation
 from tests.basic.attributes import CASES, Change, Inputs, f32, make, results, rows, same
 
-__all__ = ["CHANGES", "SEQUENCES", "Run", "Sets", "check_change", "parts"]
-
 
 class Run(NamedTuple):
     """A sequence of operations of the table.
@@ -121,10 +119,10 @@ class Sets(BasicOperation):
     def __init__(self, op: BasicOperation, attribute: str, *values: Any) -> None:
         super().__init__()
         self._hidden = [op]  # not a part of this one
-        self._attribute, self._values = attribute, list(values)
+        self.sets, self._values = attribute, list(values)
 
     def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
-        setattr(self._hidden[0], self._attribute, self._values.pop(0))
+        setattr(self._hidden[0], self.sets, self._values.pop(0))
         return input_
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, tuple[()]]:

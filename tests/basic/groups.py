@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from opfuser import GroupedLinear
 from tests.basic.values import held_to
 
-__all__ = ["STACKED", "grouped"]
-
 STACKED = pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
 
 

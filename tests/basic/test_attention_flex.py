@@ -25,8 +25,8 @@ from opfuser.attention.call import Call, Heads
 from opfuser.basic import dot_product_attention as module
 from opfuser.engine.recorded.recordable import unrecorded
 from opfuser.errors import NotSupportedError
-from tests.basic.attention_packages import forget_choices
-from tests.basic.test_attention_kernels import outcome
+from tests.basic.attention_packages import forget
+from tests.basic.test_attention_kernels import check_numbers
 from tests.basic.test_attention_modes import HALF_TOO, MODES, formula, make
 from tests.basic.values import ONE_UNIT, check_values, fill, held_to
 
@@ -35,18 +35,16 @@ def flex_unless_empty(x: Heads, *_: Any) -> str:
     return "flex" if x.q.numel() and x.k.numel() else "blockwise"
 
 
-@pytest.mark.parametrize("name", [n for n in MODES if "bias" not in n])  # it is given none
+@pytest.mark.parametrize("name", sorted(n for n in HALF_TOO if "bias" not in n))  # it is given none
 def test_as_exact_as_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken in fp32. All modes in fp64: tests/basic/test_attention_random.py."""
     monkeypatch.setattr(module, "choose", flex_unless_empty)
     monkeypatch.setattr(module, "choose_plain", flex_unless_empty)
     mode = MODES[name]
     op, tensors = make(mode)
-    dtypes = [torch.float64]  # not fp32, in which it is not taken
-    if name in HALF_TOO:
-        dtypes.append(torch.bfloat16)
     check_values(
-        held_to(op, formula), *tensors, kwargs=mode.keywords, dtypes=dtypes, floors=ONE_UNIT,
-        zero_rows=not mode.keywords,
+        held_to(op, formula), *tensors, kwargs=mode.keywords, floors=ONE_UNIT,
+        dtypes=[torch.float64, torch.bfloat16], zero_rows=not mode.keywords,
     )  # fmt: skip
 
 
@@ -80,6 +78,7 @@ def test_blocks(name: str) -> None:
     queries, keys, call = BLOCKS[name]
     x = Heads(*(torch.zeros(1, 1, n, 16) for n in (queries, keys, keys)))
     form = flex.form_of(x, call)
+    # Blocks are read by compiled kernels of a GPU alone: torch's operators on a CPU ignore them.
     _, _, *lists = flex._block_mask(x, form, flex.given_of(x, call, form))
     some, whole, by_keys, whole_by_keys = (listed(*lists[i : i + 2]) for i in (0, 2, 4, 6))
     hidden = hidden_keys(x, call, slice(0, queries), slice(0, keys))
@@ -95,12 +94,26 @@ def test_blocks(name: str) -> None:
 
 
 def compile_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+    """What would be compiled with Inductor is by that backend."""
+
+    def compiled(function: Any, fullgraph: bool, **how: Any) -> Any:
+        return plain(function, fullgraph=fullgraph, **(how if "backend" in how else own))
+
+    plain, own = torch.compile, {"backend": backend}
+    monkeypatch.setattr(torch, "compile", compiled)
+
+
+# What a GPU alone has: kinds of calls that are compiled, and graphs that are captured. On a CPU
+# these three names stand for it.
 
 
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a CUDA graph is captured."""
     monkeypatch.setattr(flex_compiled, "_capturing", lambda _: True)
+
+
+def forget_compiled() -> None:
+    flex_compiled._compiled.clear()
 
 
 @pytest.fixture
@@ -118,13 +131,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     torch.compiler.reset()
     compile_by(monkeypatch, backend)
     monkeypatch.setattr(flex_compiled, "_is_compiled", compiled)
-    monkeypatch.setattr(flex_compiled, "_compiled", {})
+    forget_compiled()
     kernel = choice.KERNELS["flex"]
     monkeypatch.setitem(choice.KERNELS, "cpu", kernel._replace(refusal=lambda _: "not now"))
     monkeypatch.setitem(choice.KERNELS, "flex", kernel._replace(refusal=lambda _: None))
-    forget_choices()
+    forget()
     yield made
-    forget_choices()
+    forget()
+    forget_compiled()
 
 
 class Sizes(NamedTuple):
@@ -136,10 +150,10 @@ class Sizes(NamedTuple):
 
 
 COMPILED = {
-    "soft-capping": Sizes({"softcap": 2.0}, "", [(2, 150, 150), (3, 384, 384), (5, 129, 129)]),
+    "soft-capping": Sizes({"softcap": 2.0}, "", [(2, 150, 150), (3, 256, 256), (5, 129, 129)]),
     "one block": Sizes({"softcap": 2.0}, "", [(2, 5, 5), (4, 128, 128), (3, 2, 2)]),
     "ALiBi, fewer queries": Sizes(
-        {"alibi": True, "layout": "separate", "window": 60}, "", [(2, 130, 200), (3, 256, 500)]
+        {"alibi": True, "layout": "separate", "window": 60}, "", [(2, 130, 200), (3, 150, 256)]
     ),
     "padding, sinks": Sizes(
         {"sinks": True, "softcap": 2.0}, "padding", [(2, 150, 150), (3, 200, 200)]
@@ -246,13 +260,13 @@ def test_only_batch_and_lengths_are_dynamic(graphs: list[Any]) -> None:
         x = torch.randn(2, 9, (heads + 2 * kv_heads) * size, requires_grad=True)
         DotProductAttention(heads, kv_heads, softcap=2.0)(x).sum().backward()
 
-    kinds = (4, 2, 16), (6, 3, 16), (4, 2, 24)
+    kinds = (4, 2, 16), (6, 3, 24)
     for kind in kinds:
         call(*kind)
     torch.compiler.reset()  # calls compile again, of tensors that are not marked
     for kind in kinds:
         call(*kind)
-    assert len(graphs) == 12
+    assert len(graphs) == 8
     for n, graph in enumerate(graphs):
         of_heads = [
             node.meta["example_value"].shape
@@ -262,7 +276,7 @@ def test_only_batch_and_lengths_are_dynamic(graphs: list[Any]) -> None:
         assert len(of_heads) in (3, 5)
         for batch, heads, length, size in of_heads:
             assert (type(heads), type(size)) == (int, int)
-            assert n >= 6 or (type(batch), type(length)) == (torch.SymInt, torch.SymInt)
+            assert n >= 4 or (type(batch), type(length)) == (torch.SymInt, torch.SymInt)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -338,7 +352,7 @@ def test_a_backward_whose_kind_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     """As where hooks of saved tensors give back another layout while a graph is captured."""
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
     y = op(x)
-    flex_compiled._compiled.clear()
+    forget_compiled()
     capture(monkeypatch)
     (dx,) = torch.autograd.grad(y.sum(), x)
     want = DotProductAttention(4, 2, softcap=2.0, kernel="blockwise")(x)
@@ -407,21 +421,7 @@ def test_numbers_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     xs = [t.to("cuda", dtype) for t in inputs_of(op, *size)]
     given = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in words(keyword, *size).items()}
     dy = torch.randn(size[0], size[1], 4 * 16, device="cuda")
-    got = outcome(op, op, xs, given, dy)
-    plain = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, given, dy)
-    exact_op = fill(DotProductAttention(4, 2, **arguments)).to("cuda", torch.float64)
-    exact_op.load_state_dict(op.state_dict())
-    exact = outcome(
-        lambda *ts, **kw: formula(exact_op, *ts, **kw),
-        exact_op,
-        [t.double() for t in xs],
-        given,
-        dy.to(dtype).double(),
-    )
-    unit = torch.finfo(dtype).eps
-    for ours, theirs, want in zip(got, plain, exact):
-        error, allowed = ((t.double() - want).abs().max() for t in (ours, theirs))
-        assert error <= 2 * allowed + unit * want.abs().max()
+    check_numbers(op, xs, given, dy)
 
 
 @pytest.mark.gpu
@@ -506,13 +506,3 @@ def test_dtypes_are_those_of_what_is_given(dtype: torch.dtype) -> None:
         given = flex.given_of(heads, call, form)
         want = tuple(None if t is None else t.dtype for t in given)
         assert flex.dtypes_of(heads, call, form) == want
-
-
-def test_slopes_are_given_as_wide_as_scores() -> None:
-    """fp32 slopes of fp64 scores would round each bias; those of bf16 are not rounded to it."""
-    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
-        x = Heads(*(torch.zeros(1, 3, 4, 16, dtype=dtype) for _ in range(3)))
-        call = Call(True, 1.0, slopes=alibi_slopes(3, CPU))
-        slopes = flex.given_of(x, call, flex.form_of(x, call)).slopes
-        assert slopes is not None
-        assert slopes.dtype == wide

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,17 +12,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opfuser import DotProductAttention
+from opfuser import DotProductAttention, torch_internals
 from opfuser.attention import cudnn_versions, sdpa
-from opfuser.attention.call import Request
-from opfuser.attention.choice import KERNELS
+from opfuser.attention.call import Call, Heads, Request
+from opfuser.attention.choice import KERNELS, choose_plain
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import NotSupportedError
 from opfuser.testing.compare import precision
 from tests.basic.test_attention_modes import formula
-from tests.basic.values import fill
+from tests.basic.values import DTYPES, FOUR_UNITS, check_values, fill
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 64
@@ -145,6 +147,18 @@ def outcome(call: Any, op: Any, xs: list[Tensor], words: dict[str, Any], dy: Ten
     return [y, *torch.autograd.grad(y, [*leaves, *parameters], dy.to(y.dtype))]
 
 
+def check_numbers(op: Any, xs: list[Tensor], words: dict[str, Any], dy: Tensor) -> None:
+    """Errors are twice those of the formula in the same dtype, and a unit in the last place."""
+    dtype, exact_op = xs[0].dtype, copy.deepcopy(op).double()
+    got = outcome(op, op, xs, words, dy)
+    plain = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
+    wide = [t.double() for t in xs], words, dy.to(dtype).double()
+    exact = outcome(lambda *ts, **kw: formula(exact_op, *ts, **kw), exact_op, *wide)
+    for ours, theirs, want in zip(got, plain, exact):
+        error, allowed = ((t.double() - want).abs().max() for t in (ours, theirs))
+        assert error <= 2 * allowed + precision([dtype]) * want.abs().max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "dtype", "kernel"), CASES)
 def test_numbers(name: str, dtype: torch.dtype, kernel: str) -> None:
@@ -154,24 +168,49 @@ def test_numbers(name: str, dtype: torch.dtype, kernel: str) -> None:
     words = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in keywords(mode).items()}
     dy = torch.randn(xs[0].shape[0], mode.lengths[0], 4 * DIM, device="cuda")
     try:
-        got = outcome(op, op, xs, words, dy)
+        check_numbers(op, xs, words, dy)
     except NotSupportedError as error:
         pytest.skip(f"this GPU or this torch: {error}")
     assert op.last_choice is not None
     assert op.last_choice.kernel == kernel
-    plain = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
-    exact_op = make(mode, None).to("cuda", torch.float64)
-    exact_op.load_state_dict(op.state_dict())
-    exact = outcome(
-        lambda *ts, **kw: formula(exact_op, *ts, **kw),
-        exact_op,
-        [t.double() for t in xs],
-        words,
-        dy.to(dtype).double(),
-    )
-    for ours, theirs, want in zip(got, plain, exact):
-        error, allowed = ((t.double() - want).abs().max() for t in (ours, theirs))
-        assert error <= 2 * allowed + precision([dtype]) * want.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", None])
+@pytest.mark.parametrize(("causal", "heads"), [(False, (4, 2)), (True, (4, 4)), (True, (4, 2))])
+def test_layouts_and_modes_of_calls(
+    kernel: str | None, causal: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each kernel, and in every dtype by the one that is chosen.
+
+    Where nothing is forced, empty tensors go to plain torch, and a single key not to cuDNN.
+    """
+
+    def choose(x: Any, *_: Any) -> str | None:
+        takes_it = x.q.numel() and (kernel != "cudnn" or x.q.shape[2] > 1)
+        return kernel if takes_it else "blockwise"
+
+    if kernel is not None:
+        monkeypatch.setattr(module, "choose_plain", choose)
+    op = DotProductAttention(*heads, causal=causal)
+    x = torch.randn(2, 70, (heads[0] + 2 * heads[1]) * DIM, device="cuda")
+    check_values(op, x, dtypes=[BF16] if kernel else DTYPES, floors=FOUR_UNITS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [5, 64, 256, 264])
+def test_tracers_get_the_kernel_of_eager_calls(kv_heads: int, head_dim: int, masked: bool) -> None:
+    mask = torch.ones(2, 1, 1, 70, device="cuda", dtype=torch.bool) if masked else None
+    call = Call(not masked, 0.5, mask=mask)
+    for dtype in DTYPES:
+        numbers = 4, kv_heads, kv_heads
+        x = torch.randn(2, sum(numbers), 70, head_dim, device="cuda", dtype=dtype)
+        want = choose_plain(Heads(*x.split(numbers, 1)), call, True)
+        with FakeTensorMode() as mode:
+            traced = Heads(*mode.from_tensor(x).split(numbers, 1))
+            assert choose_plain(traced, call, True) == want
 
 
 HOPPER = Request(
@@ -278,25 +317,26 @@ def test_dropout_of_a_kernel_is_that_of_its_backward(kernel: str) -> None:
     assert not torch.equal(op(q, k, v), y)
 
 
-def test_libraries_of_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's maps of memory")
+def test_libraries_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, or another version than that of the build, are told of."""
-    line = "7f00-7f01 r-xp 00000000 08:01 42 {}\n"
     one, two = "/opt/a/libcudnn.so.9", "/usr/lib/libcudnn.so.9.8.0"
-    graph = "/opt/a/libcudnn_graph.so.9"
-    maps = tmp_path / "maps"
-    maps.write_text("".join(line.format(path) for path in (one, one, two, graph)))
-    monkeypatch.setattr(cudnn_versions, "_MAPS", maps)
+    loaded = one, one, two, "/opt/a/libcudnn_graph.so.9"
+    maps = "".join(f"7f00-7f01 r-xp 00000000 08:01 42 {path}\n" for path in loaded)
+    assert cudnn_versions.libraries(maps) == [one, two]
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    tell = cudnn_versions.trouble.__wrapped__
-    for versions, text in (
-        ((91002, 91002), f"Several libraries of cuDNN are loaded: {one}, {two}"),
-        ((91002, 90805), "cuDNN 9.8.5 is loaded, and torch was built with 9.10.2"),
+    monkeypatch.setattr(torch_internals, "cudnn_built", lambda: (9, 10, 2))
+    several = f"Several libraries of cuDNN are loaded: {one}, {two}"
+    other = "cuDNN 9.8.5 is loaded, and torch was built with 9.10.2"
+    for version, found, text in (
+        ((9, 10, 2), [one, two], several),
+        ((9, 8, 5), [one, two], other),
+        ((9, 10, 2), [one], None),
     ):
-        monkeypatch.setattr(cudnn_versions, "_versions", lambda versions=versions: versions)
-        assert (tell() or "").startswith(text)
-    monkeypatch.setattr(cudnn_versions, "_versions", lambda: (91002, 91002))
-    maps.write_text(line.format(one))
-    assert tell() is None
+        monkeypatch.setattr(torch_internals, "cudnn_loaded", lambda version=version: version)
+        monkeypatch.setattr(cudnn_versions, "libraries", lambda _, found=found: found)
+        trouble = cudnn_versions.trouble.__wrapped__()
+        assert trouble is None if text is None else trouble.startswith(text)
 
 
 @pytest.mark.parametrize(("capability", "warns"), [((9, 0), True), ((8, 0), False)])
@@ -318,53 +358,53 @@ def test_another_cudnn_is_warned_of_where_it_would_be_faster(
         )
 
 
-class Efficient:
-    """A stand-in for torch's operators of the efficient kernel: their arguments, in plain torch.
+def weights_of(
+    q: Tensor, k: Tensor, bias: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Weights and scores, for the two stand-ins of torch's operators of the efficient kernel."""
+    assert q.shape[:2] == k.shape[:2]
+    assert bias.shape == (*q.shape[:3], k.shape[2])
+    assert (bias.dtype, bias.stride(3), bias.stride(2) % 16) == (q.dtype, 1, 0)
+    s = q @ k.mT * scale + bias
+    s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if causal else s
+    blind = (s == -torch.inf).all(-1, keepdim=True)
+    return s.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0), s
 
-    It does not write the gradient of a bias for pairs that causality skips.
-    """
 
-    def _scaled_dot_product_efficient_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sums: bool, p: float, causal: bool, *,
-        scale: float,
-    ) -> Any:  # fmt: skip
-        assert sums
-        y, s = self.attended(q, k, v, bias, causal, scale)
-        return y, s.logsumexp(-1), torch.zeros(()), torch.zeros(())
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sums: bool, p: float = 0.0,
+    causal: bool = False, *, scale: float,
+) -> Any:  # fmt: skip
+    assert sums
+    p, s = weights_of(q, k, bias, causal, scale)
+    return p @ v, s.logsumexp(-1), torch.zeros(()), torch.zeros(())
 
-    def _scaled_dot_product_efficient_attention_backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, y: Tensor, sums: Tensor,
-        seed: Tensor, offset: Tensor, p: float, wanted: list[bool], causal: bool, *, scale: float,
-    ) -> Any:  # fmt: skip
-        leaves = [t.detach().requires_grad_() for t in (q, k, v, bias)]
-        with torch.enable_grad():
-            grads = torch.autograd.grad(self.attended(*leaves, causal, scale)[0], leaves, dy)
-        hidden = torch.ones_like(bias, dtype=torch.bool).triu(1)
-        dbias = grads[3].masked_fill(hidden, torch.nan) if causal else grads[3]
-        return *grads[:3], dbias if wanted[3] else None
 
-    @staticmethod
-    def attended(
-        q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        assert q.shape[:2] == k.shape[:2]
-        assert bias.shape == (*q.shape[:3], k.shape[2])
-        assert (bias.dtype, bias.stride(3), bias.stride(2) % 16) == (q.dtype, 1, 0)
-        s = q @ k.mT * scale + bias
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if causal else s
-        blind = (s == -torch.inf).all(-1, keepdim=True)
-        return s.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ v, s
+def efficient_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, y: Tensor, sums: Tensor,
+    seed: Tensor, offset: Tensor, p: float, wanted: list[bool], causal: bool = False, *,
+    scale: float,
+) -> Any:  # fmt: skip
+    """It does not write the gradient of a bias for pairs that causality skips."""
+    p, dp = weights_of(q, k, bias, causal, scale)[0], dy @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    hidden = torch.ones_like(bias, dtype=torch.bool).triu(1)
+    dbias = ds.masked_fill(hidden, torch.nan) if causal else ds
+    return scale * ds @ k, scale * ds.mT @ q, p.mT @ dy, dbias if wanted[3] else None
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if "bias" in name])
 def test_gradients_of_a_bias_where_the_kernel_is_stood_in_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sdpa, "_aten", Efficient())
     monkeypatch.setattr(module, "choose", lambda *_: "efficient")
     mode, op = MODES[name], make(MODES[name], None).double()
     xs, words = [t.double() for t in tensors(mode)], keywords(mode)
     dy = torch.randn(2, mode.lengths[0], 4 * DIM, dtype=torch.float64)
-    got = outcome(op, op, xs, words, dy)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        operator = "_scaled_dot_product_efficient_attention"
+        library.impl(operator, efficient, "CPU")
+        library.impl(f"{operator}_backward", efficient_backward, "CPU")
+        got = outcome(op, op, xs, words, dy)
     want = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
     torch.testing.assert_close(got, want)

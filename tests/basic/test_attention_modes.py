@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from opfuser import BasicLinear, DotProductAttention, Linear, MakeExtraOutput, Sequential
-from opfuser.basic import _attention_inputs as inputs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
 from opfuser.testing import check_op
 from tests.basic.attention_packages import few_queries
@@ -24,8 +23,12 @@ from tests.basic.values import FOUR_UNITS, check_values, fill, held_to, saved_by
 def formula(op: DotProductAttention, *tensors: Tensor, **kwargs: Any) -> Tensor:
     """What a model in plain PyTorch would write, with one bias for all pairs of positions."""
     *tensors, given = tensors if op.core_attention_bias else (*tensors, None)  # type: ignore[assignment]
-    heads = inputs.split(tensors[0], op.settings) if len(tensors) == 1 else None
-    q, k, v = heads or inputs.heads_of(*tensors, op.settings)  # type: ignore[call-arg, arg-type]
+    h, g = op.num_heads, op.num_kv_heads
+    if len(tensors) == 1:
+        values = g * (op.v_head_dim or tensors[0].shape[2] // (h + 2 * g))
+        size = (tensors[0].shape[2] - values) // (h + g)
+        tensors = tensors[0].split([h * size, g * size, values], 2)
+    q, k, v = (t.unflatten(2, (n, -1)).transpose(1, 2) for t, n in zip(tensors, (h, g, g)))
     k, v = (t.repeat_interleave(op.num_heads // op.num_kv_heads, 1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if op.scale is None else op.scale
     i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
@@ -91,6 +94,8 @@ class Mode(NamedTuple):
 
 
 MODES = {
+    "causal": Mode({}, [(2, 19, 8 * 16)], kernel="cpu"),
+    "both directions": Mode({"causal": False, "scale": 1.0}, kernel="cpu"),
     "fewer queries": Mode({"layout": "separate"}, SEPARATE),
     "fewer keys": Mode({"layout": "separate"}, [(1, 6, 24), (1, 4, 12), (1, 4, 12)]),
     "cross": Mode({"layout": "separate", "causal": False}, [(2, 5, 24), (2, 9, 12), (2, 9, 12)],
@@ -129,6 +134,8 @@ MODES = {
     "sequences, window": Mode({"window": 2, "sinks": True}, [(1, 9, 48)], SEQUENCES),
 }  # fmt: skip
 HALF_TOO = {
+    "causal",
+    "both directions",
     "bias",
     "bias, padding",
     "fewer queries",
@@ -140,6 +147,7 @@ HALF_TOO = {
 }
 # Each of what the keys of some queries depend on, and of what is added up over queries.
 IN_PARTS = (
+    "causal",
     "fewer queries",
     "size of values",
     "window",
@@ -326,6 +334,9 @@ SEPARATED = {"layout": "separate"}
             [(1, 5, 56)],
             r"sequence, 8 \* head_dim \+ 28 of values\).*\(1, 5, 56\)",
         ),
+        ({}, [(2, 3, 47)], r"sequence, 12 \* head_dim\) \(DotProductAttention\)"),
+        ({}, [(2, 3, 0)], "The input must be floating point"),
+        ({}, [(3, 48)], "The input must be floating point"),
         (SEPARATED, [(2, 5, 8), (2, 5, 8), (2, 4, 8)], "Queries must be floating"),
         (SEPARATED, [(2, 5, 8), (1, 5, 8), (1, 5, 8)], r"\(1, 5, 8\) of torch.float32"),
         (SEPARATED, [(2, 5, 8), (2, 5, 4), (2, 5, 8)], r"keys \(batch, keys, 4 \* head_dim\)"),
@@ -345,6 +356,13 @@ def test_refuses_inputs(
         DotProductAttention(4, **arguments)(*map(torch.ones, shapes))
 
 
+def test_refuses_integers() -> None:
+    with pytest.raises(InputError, match=r"The input must be floating point.*torch.int64"):
+        DotProductAttention(4)(torch.ones(2, 5, 24).long())
+    with pytest.raises(InputError, match=r"The bias must be floating point.*torch.int64"):
+        DotProductAttention(4, **BIAS)(torch.ones(2, 5, 24), torch.ones(5, 5).long())
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "text"),
     [
@@ -359,20 +377,22 @@ def test_refuses_inputs(
         ({"max_seqlen": 3}, InputError, "come together.*cu_seqlens=None, max_seqlen=3"),
         ({"cu_seqlens": torch.tensor([0]), "max_seqlen": 9}, InputError, "batch is 1.*batch 2"),
         ({"masks": None}, OpKwargsError, "Received: masks"),
+        (
+            {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": 9},
+            InputError,
+            r"int32.*\(2,\) of torch.int64, max_seqlen=9",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 9]).int(), "max_seqlen": torch.tensor(9)},
+            InputError,
+            r"max_seqlen=tensor\(9\)",
+        ),
     ],
 )
 def test_refuses_keywords(keywords: dict[str, Any], error: Any, text: str) -> None:
+    batch = 1 if "cu_seqlens" in keywords and "batch" not in text else 2
     with pytest.raises(error, match=text):
-        DotProductAttention(4)(torch.ones(2, 9, 12), **keywords)
-
-
-def test_refuses_other_integers_of_sequences() -> None:
-    op, x = DotProductAttention(4), torch.ones(1, 9, 12)
-    with pytest.raises(InputError, match=r"int32.*\(2,\) of torch.int64, max_seqlen=9"):
-        op(x, cu_seqlens=torch.tensor([0, 9]), max_seqlen=9)
-    ends = torch.tensor([0, 9], dtype=torch.int32)
-    with pytest.raises(InputError, match=r"max_seqlen=tensor\(9\)"):
-        op(x, cu_seqlens=ends, max_seqlen=torch.tensor(9))
+        DotProductAttention(4)(torch.ones(batch, 9, 12), **keywords)
 
 
 def test_a_kernel_by_name_says_why_it_cannot() -> None:
@@ -466,10 +486,23 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
     )
 
 
-def test_separate_inputs_and_sinks_under_autocast() -> None:
-    op, tensors = make(MODES["fewer queries"], sinks=True)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize(("name", "sinks"), [("causal", False), ("fewer queries", True)])
+def test_autocast(name: str, sinks: bool, device: torch.device) -> None:
+    op, tensors = make(MODES[name], sinks=sinks)
+    op, tensors = op.to(device), [t.to(device) for t in tensors]
+    with torch.autocast(device.type, torch.bfloat16):
         check_op(op, *tensors)
+        y = op(*tensors)
+    torch.testing.assert_close(y, op(*[t.bfloat16() for t in tensors]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", [None, "blockwise"])
+def test_large_scores_do_not_overflow(kernel: str | None) -> None:
+    op = DotProductAttention(2, scale=1.0, kernel=kernel)
+    x = (30 * torch.randn(1, 6, 6 * 8)).requires_grad_()
+    y = op(x)
+    torch.testing.assert_close(y.double(), formula(op, x.double()))
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
 class Doubled(DotProductAttention):
@@ -491,12 +524,6 @@ def test_either_forward_of_a_subclass_counts(kind: Any, factor: int) -> None:
         torch.testing.assert_close(kind(2)(x, **keywords), want)
         got = Sequential(kind(2))(x, op_kwargs={0: keywords} if keywords else None)
         torch.testing.assert_close(got, want)
-
-
-def test_refuses_a_bias_of_integers() -> None:
-    op, x = DotProductAttention(4, core_attention_bias=True), torch.ones(2, 5, 24)
-    with pytest.raises(InputError, match=r"The bias must be floating point.*torch.int64"):
-        op(x, torch.ones(5, 5, dtype=torch.int64))
 
 
 # Dynamo's own use of torch and of Python warns in some versions.

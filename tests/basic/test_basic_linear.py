@@ -23,8 +23,7 @@ from opfuser import (
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.op import GradNeeds
 from opfuser.recipe import Float8CurrentScaling
-from opfuser.testing import check_op
-from tests.basic.values import FLOORS, HALF, check_values, held_to
+from tests.basic.values import HALF, after_forward, check_values, held_to
 from tests.contract.gradients import handed_over
 
 # Of the shapes and layouts that check_op does not make of a matrix.
@@ -48,10 +47,7 @@ def linear(op: BasicLinear, x: Tensor) -> Tensor:
 def test_as_exact_as_torch(shape: str, device: torch.device) -> None:
     x = INPUTS[shape]().to(device)
     op = held_to(BasicLinear(x.shape[-1], 11, device=device), linear)
-    check_values(op, x)
-    for dtype in HALF:
-        with torch.autocast(device.type, dtype):
-            check_op(op, x, floor=FLOORS[dtype])
+    check_values(op, x, autocast=HALF)
 
 
 def test_features_may_be_zero() -> None:
@@ -63,12 +59,9 @@ def test_features_may_be_zero() -> None:
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
 def test_saves_only_what_a_needed_gradient_reads(needs: tuple[bool, bool]) -> None:
-    op, x, ctx = BasicLinear(4, 3), torch.randn(2, 4), OperationContext()
-    ctx.needs = GradNeeds(needs[0], needs[1:], ())
-    with torch.no_grad():
-        op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-    assert ctx.to_save is not None
-    for saved, tensor, needed in zip(ctx.to_save, (x, op.weight), reversed(needs), strict=True):
+    op, x = BasicLinear(4, 3), torch.randn(2, 4)
+    made = after_forward(op, x, input=needs[0], parameters=needs[1]).saved_tensors
+    for saved, tensor, needed in zip(made, (x, op.weight), reversed(needs), strict=True):
         assert saved is (tensor if needed else None)
 
 
@@ -227,11 +220,7 @@ def test_transposed_weight_as_exact_as_torch(device: torch.device) -> None:
         lambda op, x: F.linear(x, op.weight.t()),
     )
     for shape in ("matrix", "batched"):
-        x = INPUTS[shape]().to(device)
-        check_values(op, x)
-        for dtype in HALF:
-            with torch.autocast(device.type, dtype):
-                check_op(op, x, floor=FLOORS[dtype])
+        check_values(op, INPUTS[shape]().to(device), autocast=HALF)
 
 
 @pytest.mark.parametrize("target", ["autograd", "main_grad", "grad"])

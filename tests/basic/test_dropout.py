@@ -1,5 +1,8 @@
+"""Dropout, and Jitter, which also draws random numbers."""
+
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from opfuser import Dropout, Identity, OperationContext, Sequential
+from opfuser import Dropout, Identity, Jitter, OperationContext, Sequential
 from opfuser.kernels.pointwise import draws_seeds
 from opfuser.kernels.pointwise_plain import survivors
+from opfuser.models import MoEConfig, experts
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, saved_by
@@ -133,3 +137,58 @@ def test_compiled_whole() -> None:
     torch.testing.assert_close(y, 2 * x * (y != 0))
     torch.testing.assert_close(dx, 2.0 * (y != 0))
     assert 300 < (y == 0).sum() < 700
+
+
+# Noise of a router's input.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_and_gradient_have_the_same_jitter(dtype: torch.dtype, device: torch.device) -> None:
+    for shape in ((64, 33), (0, 5), (2, 3, 101)):
+        x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+        dy = torch.randn_like(x)
+        torch.manual_seed(3)
+        y = Sequential(Jitter(0.25))(x)
+        y.backward(dy)
+        torch.manual_seed(3)
+        noise = torch.empty(shape, device=device).uniform_(0.75, 1.25).double()
+        assert x.grad is not None
+        for got, of in ((y, x), (x.grad, dy)):
+            assert got.dtype == dtype
+            exact, rtol = of.detach().double() * noise, torch.finfo(dtype).eps
+            torch.testing.assert_close(got.detach().double(), exact, rtol=rtol, atol=1e-7)
+        assert not x.numel() or (noise.min() < 0.76 and noise.max() > 1.24)
+
+
+def test_jitter_keeps_to_its_reference(device: torch.device) -> None:
+    check_op(Jitter(0.1).to(device), torch.randn(5, 6, device=device), dtypes=DTYPES)
+
+
+def test_jitter_in_evaluation_and_recomputed() -> None:
+    op, x = Jitter(0.5), torch.randn(4, 6, requires_grad=True)
+    y = checkpoint(op, x, use_reentrant=False)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx * x, y)
+    assert not torch.equal(y, x)
+    assert torch.equal(op.eval()(x), x)
+    assert torch.equal(Jitter(0.0)(x), x)
+
+
+def test_the_router_of_a_mixture_alone_has_jitter() -> None:
+    config = MoEConfig(8, 6, 4, 4, norm_topk_prob=False, init_std=0.5, dtype=torch.float64)
+    plain, noisy = experts(config), experts(replace(config, input_jitter_eps=0.3))
+    noisy.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 8, dtype=torch.float64)
+    torch.testing.assert_close(noisy.eval()(x), plain(x), rtol=1e-12, atol=1e-12)
+    noisy.train()
+    torch.manual_seed(3)
+    got = noisy(x)
+    torch.manual_seed(3)
+    jittered = x * torch.empty(x.shape).uniform_(0.7, 1.3)
+    weights = (jittered @ plain.get_parameter("router.weight").t()).softmax(-1)
+    gate, up = (x @ plain.get_parameter("gate_up.weight").transpose(1, 2)).chunk(2, -1)
+    of_experts = (torch.nn.functional.silu(gate) * up) @ plain.get_parameter(
+        "down.weight"
+    ).transpose(1, 2)
+    exact = torch.einsum("te,etd->td", weights, of_experts)
+    torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)

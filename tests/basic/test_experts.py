@@ -282,21 +282,15 @@ def test_unpermute_as_exact_as_torch(
     check_values(Unpermute(weighted=weighted), *tensors, zero_rows=False)
 
 
-def test_weights_of_another_dtype() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "index"), [(torch.bfloat16, torch.int64), (torch.float64, torch.int32)], ids=str
+)
+def test_weights_of_another_dtype(dtype: torch.dtype, index: torch.dtype) -> None:
     """As the router's, which are in fp32 whatever the tokens are."""
-    x, indices, weights = torch.randn(5, 6).bfloat16(), choices(5, 4, 2), torch.rand(5, 2)
+    x, indices, weights = torch.randn(5, 6).to(dtype), choices(5, 4, 2).to(index), torch.rand(5, 2)
     check_op(Permute(4), x, indices, weights, zero_rows=False)
-    row_map = torch.randperm(10).view(5, 2)
-    check_op(Unpermute(weighted=True), torch.randn(10, 6).bfloat16(), row_map, weights,
-             zero_rows=False)  # fmt: skip
-
-
-def test_indices_and_row_maps_in_int32() -> None:
-    x, indices, weights = torch.randn(5, 6).double(), choices(5, 4, 2).int(), torch.rand(5, 2)
-    check_op(Permute(4), x, indices, weights, zero_rows=False)
-    row_map = torch.randperm(10).view(5, 2).int()
-    check_op(Unpermute(weighted=True), torch.randn(10, 6).double(), row_map, weights,
-             zero_rows=False)  # fmt: skip
+    rows, row_map = torch.randn(10, 6).to(dtype), torch.randperm(10).view(5, 2).to(index)
+    check_op(Unpermute(weighted=True), rows, row_map, weights, zero_rows=False)
 
 
 def test_permute_is_stable_and_unpermute_its_inverse() -> None:
@@ -405,40 +399,29 @@ def test_nothing_waits_for_the_gpu(no_waiting: Any) -> None:
     assert x.grad.isfinite().all()
 
 
-PERMUTE: dict[str, tuple[list[Any], str]] = {
-    "tokens": ([torch.randn(5, 6), torch.zeros(4, 2).long(), torch.rand(4, 2)],
-               r"The experts' indices must be \(\.\.\., k\) for an input \(\.\.\., D\)"),
-    "no k": ([torch.randn(5, 6), torch.zeros(5).long(), torch.rand(5)],
-             r"The experts' indices must be \(\.\.\., k\) for an input \(\.\.\., D\)"),
-    "dtype": ([torch.randn(5, 6), torch.zeros(5, 2), torch.rand(5, 2)],
-              "The experts' indices must be int32 or int64"),
-    "weights": ([torch.randn(5, 6), torch.zeros(5, 2).long(), torch.rand(5, 3)],
-                "The weights must have the shape of the experts' indices"),
-}  # fmt: skip
-UNPERMUTE: dict[str, tuple[list[Any], str]] = {
-    "rows": ([torch.randn(9, 6), torch.zeros(5, 2).long(), torch.rand(5, 2)],
-             r"The row map must have one entry for each row of an input \(R, D\)"),
-    "three dimensions": ([torch.randn(2, 5, 6), torch.zeros(5, 2).long(), torch.rand(5, 2)],
-                         r"The row map must have one entry for each row of an input \(R, D\)"),
-    "dtype": ([torch.randn(10, 6), torch.zeros(5, 2), torch.rand(5, 2)],
-              "The row map must be int32 or int64"),
-    "weights": ([torch.randn(10, 6), torch.zeros(5, 2).long(), torch.rand(5, 3)],
-                "The weights must have the shape of the row map"),
-}  # fmt: skip
+X, ROWS, NONE = torch.randn(5, 6), torch.randn(10, 6), torch.zeros(5, 2).long()
+OF_INDICES = r"The experts' indices must be \(\.\.\., k\) for an input \(\.\.\., D\)"
+OF_ROWS = r"The row map must have one entry for each row of an input \(R, D\)"
+SHAPE = "The weights must have the shape of the "
+WRONG: list[tuple[BasicOperation, tuple[Tensor, ...], str]] = [
+    (Permute(4), (X, NONE[:4], torch.rand(4, 2)), OF_INDICES),
+    (Permute(4), (X, NONE[:, 0], torch.rand(5)), OF_INDICES),
+    (Permute(4), (X, NONE.float(), torch.rand(5, 2)), "The experts' indices must be int32 or"),
+    (Permute(4), (X, NONE, torch.rand(5, 3)), f"{SHAPE}experts' indices"),
+    (Unpermute(weighted=True), (ROWS[:9], NONE, torch.rand(5, 2)), OF_ROWS),
+    (Unpermute(weighted=True), (ROWS.view(2, 5, 6), NONE, torch.rand(5, 2)), OF_ROWS),
+    (Unpermute(weighted=True), (ROWS, NONE.float(), torch.rand(5, 2)), "The row map must be int32"),
+    (Unpermute(weighted=True), (ROWS, NONE, torch.rand(5, 3)), f"{SHAPE}row map"),
+]
 
 
-@pytest.mark.parametrize("case", PERMUTE)
-def test_permute_says_what_it_cannot_take(case: str) -> None:
-    inputs, text = PERMUTE[case]
-    with pytest.raises(InputError, match=rf"^{text} \(Permute\)\. Received: input .*, weights "):
-        Permute(4)(*inputs)
-
-
-@pytest.mark.parametrize("case", UNPERMUTE)
-def test_unpermute_says_what_it_cannot_take(case: str) -> None:
-    inputs, text = UNPERMUTE[case]
-    with pytest.raises(InputError, match=rf"^{text} \(Unpermute\)\. Received: input .*, weights "):
-        Unpermute(weighted=True)(*inputs)
+@pytest.mark.parametrize(("op", "inputs", "text"), WRONG)
+def test_what_permutations_cannot_take(
+    op: BasicOperation, inputs: tuple[Tensor, ...], text: str
+) -> None:
+    where = rf" \({type(op).__name__}\)\. Received: input .*, weights "
+    with pytest.raises(InputError, match=rf"^{text}.*{where}"):
+        op(*inputs)
 
 
 @pytest.mark.parametrize("index", [-1, 4, 2**31])
@@ -446,13 +429,6 @@ def test_an_index_that_is_no_experts_fails(index: int) -> None:
     text = r"^The experts' indices must be from 0 to 3 \(Permute\)\."
     with pytest.raises(InputError, match=text):
         Permute(4, weighted=False)(torch.randn(2, 3), torch.tensor([[0], [index]]))
-
-
-def test_experts_that_are_too_few() -> None:
-    with pytest.raises(ArgumentError, match=r"^num_experts must be positive \(Permute\)\. "):
-        Permute(0)
-    with pytest.raises(ArgumentError, match=r"^top_k must be from 1 to num_experts \(TopKRouter\)"):
-        TopKRouter(2, 3)
 
 
 def test_swap_goes_on_with_the_other_branch() -> None:

@@ -24,15 +24,15 @@ def grouped(**kwargs: Any) -> GroupedLinear:
     return groups.grouped(3, 6, 4, **kwargs)
 
 
-def rand(rows: int = 7, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def rand(leading: tuple[int, ...] = (7,), **kwargs: Any) -> tuple[Tensor, Tensor]:
     """An input and a gradient of the output."""
-    return torch.randn(rows, 6).to(**kwargs), torch.randn(rows, 4).to(**kwargs)
+    return torch.randn(*leading, 6).to(**kwargs), torch.randn(*leading, 4).to(**kwargs)
 
 
-def buffers(rows: int = 7, **kwargs: Any) -> dict[str, Tensor]:
+def buffers(leading: tuple[int, ...] = (7,), **kwargs: Any) -> dict[str, Tensor]:
     """For both results, filled with what must not be left in them."""
-    shapes = {"output": (rows, 4), "grad_input": (rows, 6)}
-    return {name: torch.full(shape, NAN, **kwargs) for name, shape in shapes.items()}
+    x, dy = rand(leading, **kwargs)
+    return {"output": torch.full_like(dy, NAN), "grad_input": torch.full_like(x, NAN)}
 
 
 def run(
@@ -62,31 +62,33 @@ def assert_lies_in(results: list[Tensor], into: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("single", "mode", "lengths", "dtype"),
+    ("single", "mode", "leading", "lengths", "dtype"),
     [
-        (False, "bias", LENGTHS, torch.float32),
-        (False, "scaled bias", [0, 1, 0], torch.bfloat16),
-        (True, "no bias", [0, 0, 0], torch.float16),
-        (True, "scaled bias", LENGTHS, torch.float64),
+        (False, "bias", (7,), LENGTHS, torch.float32),
+        (False, "scaled bias", (1,), [0, 1, 0], torch.bfloat16),
+        (True, "no bias", (0,), [0, 0, 0], torch.float16),
+        (True, "scaled bias", (7,), LENGTHS, torch.float64),
+        (False, "bias", (), [1, 0, 0], torch.float32),
+        (False, "bias", (7, 1), [7, 0, 0], torch.float32),
+        (False, "bias", (0, 3), [0, 0, 0], torch.float32),
     ],
     ids=str,
 )
 def test_results_are_the_same_and_lie_there(
-    single: bool, mode: str, lengths: list[int], dtype: torch.dtype, device: torch.device
+    single: bool, mode: str, leading: Any, lengths: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
+    on: Any = {"dtype": dtype, "device": device}
     op = grouped(
         bias=mode != "no bias",
         scale_bias=mode == "scaled bias",
         single_grouped_weight=single,
         single_grouped_bias=single,
-        dtype=dtype,
-        device=device,
+        **on,
     )
-    rows, sizes = sum(lengths), torch.tensor(lengths, device=device)
-    given = list(rand(rows, dtype=dtype, device=device))
+    sizes, given = torch.tensor(lengths, device=device), list(rand(leading, **on))
     if mode == "scaled bias":
-        given.append(torch.rand(rows).to(device, dtype))
-    into = buffers(rows, dtype=dtype, device=device)
+        given.append(torch.rand(leading).to(**on))
+    into = buffers(leading, **on)
     ours = run(op, *given, sizes=sizes, **into)
     assert_same(ours, run(op, *given, sizes=sizes))
     assert_lies_in(ours, into)
@@ -99,16 +101,6 @@ def test_grouped_gemm_of_the_device() -> None:
     into = {"output": torch.full_like(dy, NAN), "grad_input": torch.full_like(x, NAN)}
     ours = run(op, x, dy, sizes=SIZES.cuda(), **into)
     assert_same(ours, run(op, x, dy, sizes=SIZES.cuda()))
-    assert_lies_in(ours, into)
-
-
-@pytest.mark.parametrize("shape", [(6,), (7, 1, 6), (0, 3, 6)], ids=str)
-def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
-    op, x, dy = grouped(), torch.randn(shape), torch.randn(*shape[:-1], 4)
-    sizes = torch.tensor([x.numel() // 6, 0, 0])
-    into = {"output": torch.full_like(dy, NAN), "grad_input": torch.full_like(x, NAN)}
-    ours = run(op, x, dy, sizes=sizes, **into)
-    assert_same(ours, run(op, x, dy, sizes=sizes))
     assert_lies_in(ours, into)
 
 
@@ -135,27 +127,25 @@ def test_in_a_sequence() -> None:
     assert not given.isnan().any()
 
 
-def test_one_of_both_or_none() -> None:
-    op, (x, dy), into = grouped(), rand(), buffers()
+def test_one_of_both_or_none_and_other_names() -> None:
+    op, (x, dy) = grouped(), rand()
     want = run(op, x, dy)
-    for kwargs in (
-        {"output": into["output"], "grad_input": None},
-        {"grad_input": into["grad_input"]},
-        {"output": None},
+    wanted = {"output": want[0], "grad_input": want[1]}
+    for names in (
+        {"output": "output", "grad_input": "grad_input"},
+        {"output": "output"},
+        {"grad_input": "grad_input"},
+        {"output": "output_buffer", "grad_input": "grad_input_buffer"},
+        {"output": "output_buffer", "grad_input": "grad_input"},
     ):
-        assert_same(run(op, x, dy, **kwargs), want)
-    assert_same([into["output"], into["grad_input"]], want[:2])
-
-
-def test_other_names_of_the_buffers() -> None:
-    op, (x, dy), into = grouped(), rand(), buffers()
-    want = run(op, x, dy)
-    ours = run(op, x, dy, output_buffer=into["output"], grad_input_buffer=into["grad_input"])
-    assert_same(ours, want)
-    assert_lies_in(ours, into)
+        into = buffers()
+        nothing = dict.fromkeys(into.keys() - names.keys())
+        given = {other: into[name] for name, other in names.items()}
+        assert_same(run(op, x, dy, **nothing, **given), want)
+        assert all(torch.equal(into[name], wanted[name]) for name in names)
     into = buffers()
-    names = {"output_buffer": into["output"], "grad_input": into["grad_input"], "output": None}
-    assert_same([Sequential(op)(x, SIZES, op_kwargs={0: names}), into["output"]], [want[0]] * 2)
+    y = Sequential(op)(x, SIZES, op_kwargs={0: {"output_buffer": into["output"]}})
+    assert_same([y, into["output"]], [want[0]] * 2)
 
 
 def test_other_names_of_the_buffers_of_fused_experts() -> None:
@@ -178,30 +168,16 @@ def test_a_buffer_under_both_names_is_an_error(name: str) -> None:
     )
 
 
-def test_call_after_call_with_the_same_buffers() -> None:
-    op, into, twin = grouped(), buffers(), grouped()
-    twin.load_state_dict(op.state_dict())
-    for _ in range(3):
-        x, dy = rand()
-        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
-        op(ours, SIZES, **into).backward(dy)
-        twin(theirs, SIZES).backward(dy)
-        assert torch.equal(ours.grad, theirs.grad)
-        assert torch.equal(into["grad_input"], theirs.grad)
-    for name, buffer in into.items():
-        assert not buffer.requires_grad, name
-        assert buffer.grad_fn is None, name
-    assert_same([p.grad for p in op.parameters()], [p.grad for p in twin.parameters()])
-
-
 @pytest.mark.parametrize("how", ["alone", "reshaped", "not the leaf itself"])
 def test_a_leaf_accumulates_in_memory_of_its_own(how: str) -> None:
     """Its ``grad`` must not be the buffer, which the next backward pass writes to."""
     op, (x, _), into = grouped(), rand(), buffers()
     x.requires_grad_()
-    total = torch.zeros_like(x)
+    total, weights = torch.zeros_like(x), 0.0
     for _ in range(3):
         dy = rand()[1]
+        want = run(op, x, dy)
+        weights = weights + want[2]
         if how == "alone":
             op(x, SIZES, **into).backward(dy)
         elif how == "reshaped":
@@ -212,8 +188,12 @@ def test_a_leaf_accumulates_in_memory_of_its_own(how: str) -> None:
             op(h, SIZES, **into).backward(dy)
             assert h.grad.data_ptr() != into["grad_input"].data_ptr()
         assert x.grad.data_ptr() != into["grad_input"].data_ptr()
-        total += into["grad_input"]
-        assert torch.equal(x.grad, total)
+        assert_same([into["output"], into["grad_input"]], want[:2])
+        total += want[1]
+        assert_same([x.grad, op.weight0.grad], [total, weights])
+    for buffer in into.values():
+        assert not buffer.requires_grad
+        assert buffer.grad_fn is None
 
 
 def test_a_second_backward_writes_again() -> None:

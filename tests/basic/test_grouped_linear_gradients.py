@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from opfuser import GroupedLinear, Sequential
 from opfuser.errors import ArgumentError, InputError
+from opfuser.events import PlanCreated, record_events
 from tests.basic.groups import STACKED, grouped
 from tests.basic.values import check_values, saved_by
 from tests.contract.gradients import handed_over
@@ -159,35 +160,26 @@ def test_delayed_weight_gradients(single: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_backward_uses_main_grad_if_forward_was_to(late: bool) -> None:
-    """Also what is delayed; else, see test_attributes.py."""
-    op = grouped(bias=False, accumulate_into_main_grad=not late, delay_wgrad_compute=True)
-    weights = [with_main_grad(w) for w in op.parameters()]
-    y = op(torch.ones(9, 5), torch.tensor([2, 3, 4]))
-    op.accumulate_into_main_grad = late
-    y.sum().backward()
-    op.backward_dw()
-    for w, n in zip(weights, (2.0, 3.0, 4.0)):
-        want = torch.full((4, 5), n)
-        assert torch.equal(w.grad if late else w.main_grad, want)  # type: ignore[arg-type]
-        assert not (w.main_grad if late else w.grad).any()  # type: ignore[union-attr]
-
-
-def test_backward_adds_to_grad_if_forward_was_to() -> None:
-    op = grouped(bias=False, accumulate_into_grad=True, delay_wgrad_compute=True)
-    weights = list(op.parameters())
+@pytest.mark.parametrize("place", ["main_grad", "grad"])
+def test_delayed_gradients_go_where_forward_was_told(place: str, late: bool) -> None:
+    """Those that are not delayed: test_attributes.py."""
+    flag = f"accumulate_into_{place}"
+    op = grouped(bias=False, delay_wgrad_compute=True, **{flag: not late})
+    weights: list[Any] = [with_main_grad(w) for w in op.parameters()]
     starts = [torch.ones(4, 5) for _ in weights]
     for w, start in zip(weights, starts):
         w.grad = start
     y = op(torch.ones(9, 5), torch.tensor([2, 3, 4]))
-    op.accumulate_into_grad = False
+    setattr(op, flag, late)
     told = [handed_over(y, w) for w in weights]
     y.sum().backward()
     op.backward_dw()
-    assert told == [[False]] * 3
-    for w, start, n in zip(weights, starts, (2.0, 3.0, 4.0)):
-        assert w.grad is start, "the same memory"
-        assert torch.equal(start, torch.full((4, 5), 1 + n))
+    into_main_grad = place == "main_grad" and not late
+    assert into_main_grad or told == [[False]] * 3
+    for w, start, n in zip(weights, starts, (2, 3, 4)):
+        assert w.main_grad.eq(n if into_main_grad else 0).all()
+        assert w.grad.eq(1 if into_main_grad else 1 + n).all()
+        assert late or w.grad is start, "the same memory"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -222,12 +214,12 @@ def test_wrappers_are_told_when_delay_is_set_later(single: bool) -> None:
 def test_a_waiting_gradient_does_not_change_the_plan_and_is_not_copied() -> None:
     op = grouped(delay_wgrad_compute=True)
     x, sizes = torch.randn(9, 5), torch.tensor([4, 0, 5])
-    seq, used = Sequential(op), set()
-    for _ in range(2):
-        seq(x, sizes).sum().backward()
-        seq.train()
-        used.add(seq._module_groups[0]._used)
-    assert len(used) == 1
+    seq = Sequential(op)
+    with record_events(only=PlanCreated) as plans:
+        for _ in range(2):
+            seq(x, sizes).sum().backward()
+            seq.train()
+    assert len(plans) == 1
     twin = copy.deepcopy(op)
     twin.backward_dw()
     assert twin.weight0.grad is None

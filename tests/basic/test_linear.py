@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -20,6 +18,7 @@ from opfuser import BasicLinear, Bias, Linear, Sequential
 from opfuser.errors import ArgumentError, InputError, ReadOnlyAttributeError
 from opfuser.recipe import Float8CurrentScaling
 from tests.basic.values import DTYPES, fill
+from tests.contract.tensors import against, rand
 
 
 def linear(in_features: int = 3, out_features: int = 2, *, bias: bool = True) -> Linear:
@@ -54,26 +53,8 @@ def test_as_exact_as_torch(dtype: torch.dtype, device: torch.device) -> None:
     """Without a bias, its only part is held to torch in test_basic_linear.py."""
     op = linear(7, 11).to(device, dtype)
     for shape in [(5, 7), (7,), (2, 3, 4, 7), (0, 7)]:
-        x = torch.randn(shape).to(device, dtype)
-        dy = torch.randn(*shape[:-1], 11).to(device, dtype)
-
-        def run(
-            function: Callable[..., Tensor], dtype: torch.dtype, x: Tensor = x, dy: Tensor = dy
-        ) -> list[Tensor]:
-            leaves = [t.detach().to(dtype).requires_grad_() for t in (x, *op.parameters())]
-            y = function(*leaves)
-            return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
-
-        def ours(x: Tensor, *parameters: Tensor) -> Tensor:
-            return functional_call(op, dict(zip(("weight", "bias"), parameters)), (x,))
-
-        results = run(ours, dtype), run(F.linear, dtype), run(F.linear, torch.float64)
-        for a, b, c in zip(*results):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            if c.numel():
-                error, allowed = ((t.double() - c).abs().max() for t in (a, b))
-                # The floor is one rounding: unfused, the sum is rounded before the bias and after.
-                assert error <= 2 * allowed + torch.finfo(dtype).eps / 2 * c.abs().max()
+        x = rand(*shape, dtype=dtype).to(device).requires_grad_()
+        against(op, lambda p, x: F.linear(x, p["weight"], p["bias"]), x)
 
 
 @pytest.mark.parametrize("bias", [True, False])

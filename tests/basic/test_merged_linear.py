@@ -10,7 +10,8 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,13 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from opfuser import BasicLinear, MergedLinear, Sequential
+from opfuser import MergedLinear, Sequential
 from opfuser.basic.merged_linear import BasicMergedLinear, MergedBias
 from opfuser.errors import ArgumentError, InputError, ReadOnlyAttributeError
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, fill, saved_by
+from tests.contract.tensors import Gemms, against, rand
 
 SIZES = {"q_proj": 8, "k_proj": 3, "v_proj": 5}
 F64 = torch.float64
@@ -43,79 +46,35 @@ def take_apart(op: MergedLinear) -> MergedLinear:
     return op
 
 
-class Plain(nn.Module):
-    """What it stands for."""
-
-    def __init__(self, op: MergedLinear) -> None:
-        super().__init__()
-        for name, module in op.projections().items():
-            assert isinstance(module, nn.Linear)
-            has_bias = module.bias is not None
-            plain = nn.Linear(module.in_features, module.out_features, bias=has_bias)
-            self.add_module(name, plain.to(module.weight.dtype))
-        self.load_state_dict(op.state_dict())  # under the same names
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([module(x) for module in self.children()], -1)
+def projected(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """What it stands for: linear transformations with parameters of these names."""
+    parts = [F.linear(x, p[f"{n}.weight"], p.get(f"{n}.bias")) for n in SIZES]
+    return torch.cat(parts, -1)
 
 
-def results(module: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor | None]:
-    """Output and gradients, by name."""
-    module.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = module(x)
-    y.backward(dy)
-    grads = {name: p.grad for name, p in module.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, **grads}
-
-
-def assert_close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 1e-12) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, exact in theirs.items():
-        assert (ours[name] is None) == (exact is None), name
-        if exact is not None:
-            torch.testing.assert_close(ours[name], exact, rtol=tolerance, atol=tolerance, msg=name)
+def plain(op: MergedLinear, x: Tensor) -> Tensor:
+    return projected(dict(op.named_parameters()), x)
 
 
 apart_or_not = pytest.mark.parametrize("apart", [False, True], ids=["one storage", "apart"])
 
 
-class Products:
-    """Counts matrix products, by the tensors' shapes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        for where, name in (
-            (torch, "mm"), (torch, "addmm"), (torch, "matmul"), (Tensor, "addmm_"),
-            (torch.nn.functional, "linear"),
-        ):  # fmt: skip
-            monkeypatch.setattr(where, name, self.counted(getattr(where, name)))
-        monkeypatch.setattr("opfuser.gemm.products.linear", torch.nn.functional.linear)
-
-    def counted(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any, **how: Any) -> Tensor:
-            self.count += 1
-            return function(*args, **how)
-
-        return call
-
-    def of(self, call: Callable[[], Any]) -> int:
-        self.count = 0
+def products(call: Callable[[], Any]) -> int:
+    """How many matrix products a call makes."""
+    with Gemms() as made:
         call()
-        return self.count
+    return len(made.shapes)
 
 
 @apart_or_not
 @pytest.mark.parametrize("bias", [True, False, ("q_proj", "v_proj")], ids=["all", "none", "some"])
-def test_three_linear_modules(apart: bool, bias: Any) -> None:
-    op = merged(apart=apart, bias=bias, dtype=F64)
-    plain, seq = Plain(op), Sequential(op)
-    for shape in [(4, 6), (6,), (2, 3, 6), (0, 6), (2, 0, 6)]:
-        x, dy = torch.randn(shape, dtype=F64), torch.randn(*shape[:-1], 16, dtype=F64)
-        wanted = results(plain, x, dy)
-        assert_close(results(op, x, dy), wanted)
-        ours = results(seq, x, dy)
-        assert_close({name.removeprefix("0."): value for name, value in ours.items()}, wanted)
+def test_three_linear_modules(apart: bool, bias: Any, device: torch.device) -> None:
+    for dtype in DTYPES:
+        op = merged(apart=apart, bias=bias, dtype=dtype).to(device)
+        for shape in [(4, 6), (6,), (2, 3, 6), (0, 6), (2, 0, 6)]:
+            x = rand(*shape, dtype=dtype).to(device).requires_grad_()
+            for call in (op, Sequential(op)):
+                against(call, projected, x, parameters=op.named_parameters())
 
 
 @apart_or_not
@@ -123,26 +82,6 @@ def test_weights_as_operation(apart: bool, device: torch.device) -> None:
     op = merged(apart=apart, bias=False).basic_ops[0].to(device)
     check_op(op, torch.randn(3, 5, 6, device=device), dtypes=DTYPES)  # copies are apart
     assert isinstance(op, BasicMergedLinear)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_in_one_storage_as_exact_as_torch(dtype: torch.dtype, device: torch.device) -> None:
-    op = merged(bias=False, dtype=dtype).to(device)
-    one, exact = BasicLinear(6, 16, dtype=dtype, device=device), Plain(op).to(device, F64)
-    with torch.no_grad():
-        one.weight.copy_(torch.cat([p.data for p in op.parameters()]))
-    x, dy = torch.randn(5, 6).to(device, dtype), torch.randn(5, 16).to(device, dtype)
-    ours, plain = results(op, x, dy), results(one, x, dy)
-    weights = plain.pop("weight")
-    assert weights is not None
-    plain |= dict(zip(list(ours)[2:], weights.split(list(SIZES.values()))))
-    for name, true in results(exact, x.double(), dy.double()).items():
-        a, b = ours[name], plain[name]
-        assert a is not None
-        assert b is not None
-        assert true is not None
-        assert a.dtype == dtype
-        assert (a - true).abs().max() <= 2 * (b - true).abs().max() + 1e-14
 
 
 @pytest.mark.parametrize("bias", [True, ("k_proj",)], ids=["all", "some"])
@@ -155,31 +94,27 @@ def test_biases_as_operation(bias: Any, device: torch.device) -> None:
     check_op(op, torch.randn(3, 5, 16, device=device), dtypes=DTYPES)
 
 
-def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products() -> None:
     """One of each kind in one storage; apart one per projection, but for the weights' gradients."""
-    products, x, dy = Products(monkeypatch), torch.randn(4, 6), torch.randn(4, 16)
+    dy = torch.randn(4, 16)
     for apart, counts in ((False, (1, 2)), (True, (3, 4))):
-        op = merged(apart=apart)
-        x = x.detach().requires_grad_()
-        made: list[Tensor] = []
-        forward = products.of(lambda op=op, x=x, made=made: made.append(op(x)))  # type: ignore[misc]
-        assert (forward, products.of(lambda made=made: made[0].backward(dy))) == counts  # type: ignore[misc]
+        op, x = merged(apart=apart), torch.randn(4, 6, requires_grad=True)
+        with Gemms() as forward:
+            y = op(x)
+        assert (len(forward.shapes), products(partial(y.backward, dy))) == counts
         op.q_proj.requires_grad_(False)
-        made.append(op(x.detach()))
-        frozen = [p for p in op.parameters() if p.requires_grad]
-        assert products.of(lambda made=made, f=frozen: torch.autograd.grad(made[1], f, dy)) == 2  # type: ignore[misc]
+        y, trained = op(x.detach()), [p for p in op.parameters() if p.requires_grad]
+        assert products(partial(torch.autograd.grad, y, trained, dy)) == 2
 
 
 @apart_or_not
 @pytest.mark.parametrize("frozen", [("q_proj",), ("k_proj", "v_proj"), tuple(SIZES)], ids=str)
 def test_frozen_projections(apart: bool, frozen: Sequence[str]) -> None:
-    op = merged(apart=apart, dtype=F64)
-    plain = Plain(op)
-    for module in (op, plain):
-        for name in frozen:
-            module.get_submodule(name).requires_grad_(False)
-    x, dy = torch.randn(4, 6, dtype=F64), torch.randn(4, 16, dtype=F64)
-    assert_close(results(op, x, dy), results(plain, x, dy))
+    op, x = merged(apart=apart, dtype=F64), rand(4, 6, grad=True)
+    for name in frozen:
+        op.get_submodule(name).requires_grad_(False)
+    against(op, projected, x)
+    x = x.detach()
     saved = saved_by(lambda: op(x))  # for whose gradients no weight is read
     assert [t.shape for t in saved] == ([(4, 6)] if len(frozen) < 3 else [])
 
@@ -198,17 +133,16 @@ def test_gradients_accumulate(apart: bool, into: str) -> None:
     op = merged(apart=apart, dtype=F64)
     setattr(op, f"accumulate_into_{into}", True)
     op.v_proj.requires_grad_(False)
-    plain = Plain(op)
     x, dy = torch.randn(4, 6, dtype=F64), torch.randn(4, 16, dtype=F64)
-    wanted = results(plain, x, dy)
-    for name in ("q_proj", "k_proj"):
-        weight = op.get_submodule(name).weight
-        setattr(weight, into, torch.ones_like(weight))
-    buffers = [getattr(op.q_proj.weight, into), getattr(op.k_proj.weight, into)]
+    weights = [op.q_proj.weight, op.k_proj.weight]
+    wanted = torch.autograd.grad(plain(op, x), weights, dy)
+    buffers = [torch.ones_like(weight) for weight in weights]
+    for weight, buffer in zip(weights, buffers):
+        setattr(weight, into, buffer)
     op(x).backward(dy)
-    for name, buffer in zip(("q_proj", "k_proj"), buffers):
-        assert getattr(op.get_submodule(name).weight, into) is buffer
-        torch.testing.assert_close(buffer - 1, wanted[f"{name}.weight"])
+    for weight, buffer, dw in zip(weights, buffers, wanted):
+        assert getattr(weight, into) is buffer
+        torch.testing.assert_close(buffer - 1, dw)
     assert op.v_proj.weight.grad is None
     if into == "main_grad":
         assert op.q_proj.weight.grad_added_to_main_grad
@@ -254,25 +188,24 @@ def test_of_takes_the_very_parameters() -> None:
     assert not op(x)[:, 8:11].any()
 
 
-def test_storages_merge_once_and_stay_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    products, x = Products(monkeypatch), torch.randn(4, 6)
-    op = merged(apart=True)
+def test_storages_merge_once_and_stay_merged() -> None:
+    op, x = merged(apart=True), torch.randn(4, 6)
     op.q_proj.weight.grad = torch.ones(8, 6)
     before, wanted = list(op.parameters()), op(x)
-    assert products.of(lambda: op(x)) == 3
+    assert products(lambda: op(x)) == 3
     op.merge_storages()
-    assert products.of(lambda: op(x)) == 1
+    assert products(lambda: op(x)) == 1
     places = [p.data_ptr() for p in op.parameters()]
     op.merge_storages()
     assert places == [p.data_ptr() for p in op.parameters()]
     assert list(map(id, before)) == list(map(id, op.parameters()))
     assert op.q_proj.weight.grad is not None
     torch.testing.assert_close(op(x), wanted)
-    assert products.of(lambda: op.double()(x)) == 1
+    assert products(lambda: op.double()(x)) == 1
     op = MergedLinear(6, SIZES, device="meta").to_empty(device="cpu")
     op.reset_parameters()
-    assert products.of(lambda: op(x)) == 1
-    assert products.of(lambda: copy.deepcopy(op)(x)) == 3
+    assert products(lambda: op(x)) == 1
+    assert products(lambda: copy.deepcopy(op)(x)) == 3
 
 
 def test_neighbors_in_memory_of_different_storages_are_no_one_storage() -> None:
@@ -287,7 +220,7 @@ def test_neighbors_in_memory_of_different_storages_are_no_one_storage() -> None:
         piece.copy_(p.detach().flatten())
         p.data = piece.view(p.shape)
     x = torch.randn(4, 6)
-    torch.testing.assert_close(op(x), Plain(op)(x))
+    torch.testing.assert_close(op(x), plain(op, x))
 
 
 def test_one_weight_for_two_projections() -> None:
@@ -347,33 +280,15 @@ def test_save_pretrained(apart: bool, tmp_path: Any) -> None:
     torch.testing.assert_close(Model.from_pretrained(tmp_path)(x), model(x))
 
 
-def test_copies_have_parameters_of_their_own() -> None:
-    op, x = merged(), torch.randn(4, 6)
-    twin = copy.deepcopy(Sequential(op))
-    wanted = op(x)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.zero_()
-    assert not twin(x).any()
-    torch.testing.assert_close(op(x), wanted)
-
-
 def test_parameters_that_are_replaced() -> None:
     op = merged(dtype=F64)
-    seq, x, dy = Sequential(op), torch.randn(4, 6, dtype=F64), torch.randn(4, 16, dtype=F64)
+    seq, x = Sequential(op), rand(4, 6, grad=True)
     seq(x)
     op.k_proj.weight = nn.Parameter(torch.randn(3, 6, dtype=F64))
     op.k_proj._parameters["bias"] = nn.Parameter(torch.randn(3, dtype=F64))  # as FSDP does
-    wanted = {
-        f"0.{name}" if "." in name else name: t for name, t in results(Plain(op), x, dy).items()
-    }
-    assert_close(results(seq, x, dy), wanted)
+    against(seq, projected, x, parameters=op.named_parameters())
     new = {name: torch.randn_like(p).requires_grad_() for name, p in op.named_parameters()}
-    plain = Plain(op)
-    ys = [functional_call(m, new, (x,)) for m in (op, plain)]
-    torch.testing.assert_close(*ys)
-    for a, b in zip(*(torch.autograd.grad(y, list(new.values()), dy) for y in ys)):
-        torch.testing.assert_close(a, b)
+    against(lambda x: functional_call(op, new, (x,)), projected, x, parameters=new.items())
 
 
 class Doubled(nn.Module):
@@ -383,21 +298,17 @@ class Doubled(nn.Module):
 
 def test_a_parametrized_projection() -> None:
     op = merged(dtype=F64)
-    seq, x = Sequential(op), torch.randn(4, 6, dtype=F64)
+    seq, x = Sequential(op), rand(4, 6, grad=True)
     seq(x)
     for name in ("weight", "bias"):
         parametrize.register_parametrization(op.k_proj, name, Doubled())
-    y = seq(x)
-    plain = Plain(merged(dtype=F64))
-    with torch.no_grad():
-        for name, module in plain.named_children():
-            module.weight.copy_(op.get_submodule(name).weight)
-            module.bias.copy_(op.get_submodule(name).bias)
-    torch.testing.assert_close(y, plain(x))
-    y.sum().backward()
-    plain(x).sum().backward()
-    original = op.k_proj.parametrizations.weight.original
-    torch.testing.assert_close(original.grad, 2 * plain.k_proj.weight.grad)
+
+    def formula(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        own = "k_proj.parametrizations.{}.original"
+        doubled = {f"k_proj.{name}": 2 * p[own.format(name)] for name in ("weight", "bias")}
+        return projected({**p, **doubled}, x)
+
+    against(seq, formula, x, parameters=op.named_parameters())
     assert seq.plan(x).forward[0].indices == (0, 1)  # fused as before
 
 
@@ -405,8 +316,7 @@ def test_a_parametrized_projection() -> None:
 def test_autocast(apart: bool) -> None:
     op, x = merged(apart=apart), torch.randn(4, 6, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = op(x)
-        wanted = Plain(op)(x)
+        y, wanted = op(x), plain(op, x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y, wanted)
     y.sum().backward()

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuser import L2Normalization, LayerNorm, OperationContext, RMSNorm
+from opfuser import L2Normalization, LayerNorm, QKNorm, RMSNorm
 from opfuser.errors import ArgumentError, InputError
 from opfuser.kernels.launch import INTERPRETED
-from opfuser.op import GradNeeds
 from opfuser.testing import check_op
-from tests.basic.values import DTYPES, EXACT, HALF, check_values, fill, held_to
+from tests.basic.values import DTYPES, EXACT, HALF, after_forward, check_values, fill, held_to
 
 AFFINE = [LayerNorm, RMSNorm]
 
@@ -94,15 +93,6 @@ def test_as_exact_as_torch(cls: Any, device: torch.device) -> None:
     check_values(op, x, dtypes=(torch.float32, *HALF), floors=exact)
 
 
-def forward(op: Any, x: Tensor) -> OperationContext:
-    """The context after a forward, as backward finds it."""
-    ctx = OperationContext()
-    ctx.needs = GradNeeds(True, tuple(True for _ in op.parameters()), ())
-    op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-    ctx.saved_tensors, ctx.parameters = ctx.to_save, tuple(p.detach() for p in op.parameters())
-    return ctx
-
-
 @pytest.mark.parametrize(
     ("normalized", "dtype"),
     [((8,), HALF[0]), ((8,), torch.float64), ((3, 8), torch.float32), ((3, 8), HALF[1])],
@@ -123,7 +113,7 @@ def test_saved_layouts(
         expected[L2Normalization] = [torch.rsqrt(x.double().square().sum(-1) + 1e-6)]
     for cls, statistics in expected.items():
         op = cls() if cls is L2Normalization else cls(normalized).to(device=device, dtype=dtype)
-        saved, *found = forward(op, x).saved_tensors
+        saved, *found = after_forward(op, x).saved_tensors
         assert saved is x
         for got, want in zip(found, statistics, strict=True):
             assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -133,7 +123,7 @@ def test_saved_layouts(
 @pytest.mark.parametrize("cls", AFFINE)
 def test_backward_takes_what_a_fusion_saved_as_rows(cls: Any) -> None:
     op, (x, dy) = fill(cls((3, 8))), torch.randn(2, 5, 2, 3, 8)
-    ctx = forward(op, x)
+    ctx = after_forward(op, x)
     dx, grads = op.op_backward(ctx, dy)
     ctx.saved_tensors = (x.view(10, 24), *(t.reshape(10) for t in ctx.saved_tensors[1:]))
     dx_of_rows, grads_of_rows = op.op_backward(ctx, dy)
@@ -194,3 +184,101 @@ def test_l2_input_needs_a_dimension() -> None:
 def test_sm_margin_of_zero_is_accepted(cls: Any) -> None:
     cls(4, sm_margin=0)
     cls(4, sm_margin={"forward": 0, "backward": 0, "inference": 0})
+
+
+# Heads of queries and keys.
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as many keys": {},
+    "grouped": {"num_kv_heads": 2},
+    "zero centered": {"num_kv_heads": 1, "zero_centered_gamma": True, "eps": 0.1},
+}
+
+
+def norm_of_each_head(op: QKNorm, x: Tensor) -> Tensor:
+    """torch's; values pass as they are."""
+    heads = x.unflatten(-1, (-1, op.head_dim))
+    q, k, v = heads.split([op.num_heads, op.num_kv_heads, op.num_kv_heads], -2)
+    weights = [w + int(op.zero_centered_gamma) for w in op.parameters()]
+    normed = [F.rms_norm(t, (op.head_dim,), w, op.eps) for t, w in zip((q, k), weights)]
+    return torch.cat((*normed, v), -2).flatten(-2)
+
+
+def of_heads(variant: str, head_dim: int = 6, **kwargs: Any) -> QKNorm:
+    op = fill(QKNorm(4, head_dim, **{**VARIANTS[variant], **kwargs}))
+    return held_to(op, norm_of_each_head)
+
+
+def features(op: QKNorm) -> int:
+    return (op.num_heads + 2 * op.num_kv_heads) * op.head_dim
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("rows", "head_dim"), [((2, 7), 6), ((1, 1), 5), ((3,), 33), ((), 4)])
+def test_heads_as_the_formula(
+    rows: tuple[int, ...], head_dim: int, variant: str, device: torch.device
+) -> None:
+    op = of_heads(variant, head_dim).to(device)
+    x = 3 * torch.randn(*rows, features(op), device=device)
+    check_op(op, x, dtypes=DTYPES, zero_rows=bool(rows))
+    with torch.autocast(device.type, torch.bfloat16):
+        check_op(op, x, zero_rows=bool(rows))
+
+
+def test_heads_start_as_the_norm_alone() -> None:
+    for centered in (False, True):
+        op = QKNorm(2, 8, zero_centered_gamma=centered)
+        q, k, _ = op(5 * torch.randn(3, 48)).split(16, -1)
+        for heads in (q, k):
+            mean_square = heads.unflatten(-1, (2, 8)).square().mean(-1)
+            torch.testing.assert_close(mean_square, torch.ones(3, 2))
+        fill(op).reset_parameters()
+        assert op.q_weight.unique().tolist() == [1 - int(centered)]
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_heads_and_parameters_of_another_dtype(
+    param_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    op = fill(QKNorm(4, 6, num_kv_heads=2, dtype=param_dtype)).to(device)
+    x = torch.randn(9, features(op), device=device).to(dtype)
+    check_op(op, x)
+    assert op(x).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saved_layout_of_heads_also_as_rows(dtype: torch.dtype, device: torch.device) -> None:
+    """The input, and one number per row and head in fp32; a fusion may save both as rows."""
+    op = of_heads("grouped").to(device=device, dtype=dtype)
+    x, dy = torch.randn(2, 5, 3, features(op), device=device).to(dtype)
+    ctx = after_forward(op, x)
+    saved, rstd = ctx.saved_tensors
+    assert saved is x
+    assert rstd.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    heads = x.double().unflatten(-1, (-1, op.head_dim))[:, :, : op.num_heads + op.num_kv_heads]
+    expected = torch.rsqrt(heads.square().mean(-1) + op.eps)
+    torch.testing.assert_close(rstd.double(), expected, rtol=1e-5, atol=1e-5)
+    dx, grads = op.op_backward(ctx, dy)
+    ctx.saved_tensors = x.view(15, -1), rstd.view(15, -1)
+    dx_of_rows, grads_of_rows = op.op_backward(ctx, dy)
+    assert dx_of_rows.shape == x.shape
+    torch.testing.assert_close((dx_of_rows, *grads_of_rows), (dx, *grads), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 47), ()], ids=str)
+def test_shapes_of_heads_that_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"must be \(..., 48\) \(QKNorm\(num_heads=4.*Received"):
+        of_heads("grouped")(torch.ones(shape))
+
+
+def test_heads_without_entries_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"head_dim must be positive \(QKNorm\).*head_dim=0"):
+        QKNorm(2, 0)

@@ -137,10 +137,10 @@ def test_the_frequencies_of_a_call_are_those_of_a_cpu(name: str, device: torch.d
     """At far positions the last bits of a frequency count."""
     op = RotaryEmbedding(1, SIZE, num_kv_heads=0, base=5e5, scaling=scaling(name))
     op(torch.randn(1, 3, SIZE, device=device))
-    ((angles, kept),) = [(key[-1], found) for key, found in op._kept.frequencies.items()]
+    (kept,) = [t for t in op.cached_tensors() if t.dim() == 1]
     assert torch.equal(kept.cpu(), op.inverse_frequencies(device="cpu"))
-    like = torch.empty((), device=device)
-    assert torch.equal(angles.tensor_of_host(like), kept)
+    angles = op.settings.angles.of_length(3)
+    assert torch.equal(angles.tensor_of_host(torch.empty((), device=device)), kept)
 
 
 def test_equal_by_value() -> None:
@@ -292,17 +292,6 @@ def test_the_length_of_training_of_types_of_layers_stands_with_them() -> None:
     nested = RopeScaling.from_hf(of_types, layer_type="full_attention")
     lengths = [scaling.original_max_position_embeddings for scaling in (flat, nested)]
     assert lengths == [8, 64]
-
-
-@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
-def test_layers_of_gemma(layers: str) -> None:
-    gemma = pytest.importorskip(
-        "transformers.models.gemma3.modeling_gemma3", reason="compares with transformers"
-    )
-    config = gemma.Gemma3TextConfig(rope_scaling={"rope_type": "linear", "factor": 8.0})
-    op = RotaryEmbedding.from_hf(config, layer_type=layers)
-    theirs = getattr(gemma.Gemma3RotaryEmbedding(config), f"{layers}_inv_freq")
-    assert torch.equal(op.inverse_frequencies(device="cpu"), theirs)
 
 
 def test_refuses_configurations() -> None:

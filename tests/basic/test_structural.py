@@ -67,13 +67,6 @@ def test_a_sum_mixes_dtypes_as_torch_does() -> None:
     assert torch.equal(dextra, torch.ones_like(extra))
 
 
-@torch.no_grad()
-def test_a_sum_may_lie_where_nobody_needs_the_extra_input() -> None:
-    x, extra = torch.randn(2, 3, 4).unbind()
-    expected = x + extra
-    assert torch.equal(AddExtraInput(in_place=True)(x.clone(), extra.clone()), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
 def test_constant_scale_promotes_as_torch_does(dtype: torch.dtype) -> None:
     x = torch.tensor([0, 1, 1]).to(dtype)

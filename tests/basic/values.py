@@ -6,23 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opfuser.op import BasicOperation
+from opfuser.op import BasicOperation, GradNeeds, OperationContext
 from opfuser.testing import check_op
+from tests.contract import tensors
 
-__all__ = [
-    "DTYPES",
-    "EXACT",
-    "FOUR_UNITS",
-    "HALF",
-    "ONE_UNIT",
-    "check_values",
-    "fill",
-    "held_to",
-    "saved_by",
-]
-
+fill = tensors.fill
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float64, *HALF)
 
@@ -45,15 +35,6 @@ FOUR_UNITS = {**ONE_UNIT, torch.float32: 4 * torch.finfo(torch.float32).eps}
 EXACT = {**dict.fromkeys(FLOORS, 0.0), torch.float64: 1e-14}
 
 Op = TypeVar("Op", bound=BasicOperation)
-Module = TypeVar("Module", bound=nn.Module)
-
-
-def fill(module: Module) -> Module:
-    """Random parameters: norms and biases start at ones and zeros, which hide mistakes."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_()
-    return module
 
 
 def held_to(op: Op, formula: Callable[..., Any]) -> Op:
@@ -79,10 +60,26 @@ def check_values(
     *inputs: Tensor,
     dtypes: Iterable[torch.dtype] = DTYPES,
     floors: dict[torch.dtype, float] = FLOORS,
+    autocast: Iterable[torch.dtype] = (),
     **how: Any,
 ) -> None:
-    """:func:`check_op` in each dtype, with a floor of its own."""
+    """:func:`check_op` in each dtype, with a floor of its own, and under autocast to others."""
     check_op(op, *inputs, dtypes=dtypes, floor=floors, **how)
+    for dtype in autocast:
+        with torch.autocast(inputs[0].device.type, dtype):
+            check_op(op, *inputs, floor=floors[dtype], **how)
+
+
+def after_forward(
+    op: BasicOperation, x: Tensor, *, input: bool = True, parameters: bool = True
+) -> OperationContext:
+    """The context after a forward, as backward finds it, where these gradients are needed."""
+    ctx = OperationContext()
+    ctx.needs = GradNeeds(input, tuple(parameters for _ in op.parameters()), ())
+    with torch.no_grad():
+        op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+    ctx.saved_tensors, ctx.parameters = ctx.to_save, tuple(p.detach() for p in op.parameters())
+    return ctx
 
 
 def saved_by(call: Callable[[], Any]) -> list[Tensor]:

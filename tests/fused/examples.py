@@ -34,6 +34,7 @@ from opfuser.errors import InputError
 from opfuser.fused import FUSIONS
 from opfuser.op import FusedOperation, FusibleOperation, GradNeeds, OperationContext
 from opfuser.testing import check_fusion, contexts
+from tests.contract.tensors import Gemms
 
 F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F64, F32, BF16, FP16)
@@ -306,6 +307,16 @@ def saved_by(seq: Sequential, *inputs: Tensor) -> list[Tensor]:
         outputs = seq(*inputs)
     del outputs
     return list(seen.values())
+
+
+def gemms_of_backward(seq: Sequential, *inputs: Tensor) -> int:
+    """How many matrix products backward makes, after which all gradients are where they belong."""
+    outputs = seq(*inputs)
+    with Gemms() as made:
+        sum(y.sum() for y in (outputs if isinstance(outputs, tuple) else [outputs])).backward()
+    for p in seq.parameters():
+        assert (p.grad is not None) == p.requires_grad
+    return len(made.shapes)
 
 
 def elements(tensors: Sequence[Tensor]) -> int:

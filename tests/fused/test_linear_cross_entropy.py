@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from opfuser import BasicLinear, CrossEntropy, Sequential
 from opfuser.errors import ArgumentError
-from opfuser.fused import _loss_chunks
 from opfuser.testing import check_fusion
 from tests.contract.tensors import as_exact
-from tests.fused.examples import BF16, DTYPES, F32, F64, FP16, leaf, only, results
+from tests.fused.examples import BF16, DTYPES, F32, F64, FP16, leaf, results
 from tests.fused.losses import NAME, D, V, check, chunked, chunks, head, some_targets
 
 __all__ = ["chunks"]  # a fixture
@@ -42,9 +41,7 @@ def test_gradients_that_arrive(dtype: torch.dtype, factor: float, chunks: int) -
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(1, D),
-        torch.randn(D, 33).t(),
-        torch.randn(33, 2 * D)[:, ::2],
+        torch.randn(D),
         torch.randn(1, D).expand(33, D),
         torch.randn(D, 11, 3).permute(2, 1, 0),
     ],
@@ -52,10 +49,6 @@ def test_gradients_that_arrive(dtype: torch.dtype, factor: float, chunks: int) -
 )
 def test_layouts(x: Tensor, chunks: int) -> None:
     check(head(), x.detach().requires_grad_(), torch.randint(0, V, x.shape[:-1]))
-
-
-def test_a_vector(chunks: int) -> None:
-    check(head(F64), leaf(D, dtype=F64), torch.tensor(3))
 
 
 def test_targets_of_any_layout_and_of_int32(chunks: int) -> None:
@@ -144,16 +137,6 @@ def test_main_grad_is_asked_for_and_missing() -> None:
         loss.backward()
 
 
-def test_gradients_add_up(chunks: int) -> None:
-    seq, x, targets = head(F64), leaf(33, D, dtype=F64), some_targets(33)
-    for _ in range(2):
-        (0.5 * seq(x, targets)).backward()
-    with only():
-        dx, dw = torch.autograd.grad(seq(x, targets), [x, seq[0].weight])
-    torch.testing.assert_close(x.grad, dx)
-    torch.testing.assert_close(seq[0].weight.grad, dw)
-
-
 def test_fp16_gradients_are_divided_by_the_count_when_they_are_scaled() -> None:
     """1 / 5000, divided by 64 in fp16, would have 6 bits left when the scale arrives."""
     linear = BasicLinear(D, 5000, dtype=FP16)
@@ -173,18 +156,12 @@ def test_fp16_weight_gradients_are_summed_where_they_do_not_overflow(chunks: int
     assert seq[0].weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "large", "sum_dtype"), [(64, 1 << 40, BF16), (16, 16 * 32 * 2, F32)]
-)
-def test_sums_over_chunks(
-    rows: int, large: int, sum_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("rows", "dtype"), [(64, BF16), (16, F32)])
+def test_sums_over_chunks(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 over four, in fp32 over more."""
-    chunked(monkeypatch, rows, large)
-    linear = BasicLinear(D, 32, dtype=BF16)
-    x = leaf(256, D, dtype=BF16)
-    assert _loss_chunks.split(x, linear.weight, BF16) == (rows, sum_dtype)
-    check(Sequential(linear, CrossEntropy()), x, torch.randint(0, 32, (256,)))
+    chunked(monkeypatch, rows, dtype=dtype)
+    seq = Sequential(BasicLinear(D, 32, dtype=BF16), CrossEntropy())
+    check(seq, leaf(256, D, dtype=BF16), torch.randint(0, 32, (256,)))
 
 
 def test_checkpointed(chunks: int) -> None:

@@ -1,4 +1,4 @@
-"""Fusions take a MergedLinear for one linear operation, wherever its weights lie."""
+"""Fusions take MergedLinear, wherever its weights lie, and LoRALinear for linear operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import nn
 
 from opfuser import (
     AddExtraInput,
+    Bias,
     ConstantScale,
     CrossEntropy,
     Linear,
+    LoRAAdapter,
+    LoRALinear,
     MakeExtraOutput,
     MergedLinear,
     RMSNorm,
@@ -36,35 +39,51 @@ from tests.fused.examples import (
 )
 
 
-def merged(*, bias: bool = True, **sizes: int) -> MergedLinear:
-    return MergedLinear(6, sizes or {"q": 3, "k": 1, "v": 2}, bias=bias)
+def merged(*, bias: bool = True, **sizes: int) -> list[nn.Module]:
+    return [MergedLinear(6, sizes or {"q": 3, "k": 1, "v": 2}, bias=bias)]
 
 
-EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+ADAPTERS = (
+    LoRAAdapter("one", 2, 0.5),
+    LoRAAdapter("two", 3, -2.0),
+    LoRAAdapter("none", 2, dropout=1.0),
+)
+
+
+def lora(*, bias: bool = True, **sizes: int) -> list[nn.Module]:
+    """With a bias of its own, too; all of it is trained, and one adapter is dropped."""
+    op = LoRALinear(6, (sum(sizes.values()) or 6,), ADAPTERS).requires_grad_()
+    return [op, *[Bias(op.out_features)] * bias]
+
+
+EXAMPLES: dict[str, tuple[Callable[[Any], list[nn.Module]], tuple[int, ...]]] = {
     "recompute_mlp_where_asked": (
-        lambda: [RMSNorm(6), merged(gate=5, up=5), asking(SwiGLU()), Linear(5, 4)],
+        lambda linear: [RMSNorm(6), *linear(gate=5, up=5), asking(SwiGLU()), Linear(5, 4)],
         (),
     ),
-    "activation_linear_add": (lambda: [SiLU(), merged(), AddExtraInput()], (6,)),
-    "activation_linear": (lambda: [SiLU(), merged()], ()),
-    "norm_linear": (lambda: [RMSNorm(6), merged()], ()),
+    "activation_linear_add": (lambda linear: [SiLU(), *linear(), AddExtraInput()], (6,)),
+    "activation_linear": (lambda linear: [SiLU(), *linear()], ()),
+    "norm_linear": (lambda linear: [RMSNorm(6), *linear()], ()),
     "forward_linear_scale_add": (
-        lambda: [merged(bias=False), ConstantScale(0.3), AddExtraInput()],
+        lambda linear: [*linear(bias=False), ConstantScale(0.3), AddExtraInput()],
         (6,),
     ),
-    "forward_linear_bias_add": (lambda: [merged(), AddExtraInput()], (6,)),
-    "forward_linear_bias_activation": (lambda: [merged()], ()),
-    "backward_linear_add": (lambda: [MakeExtraOutput(), merged(bias=False)], ()),
-    "backward_linear_scale": (lambda: [merged(bias=False), ConstantScale(0.3)], ()),
+    "forward_linear_bias_add": (lambda linear: [*linear(), AddExtraInput()], (6,)),
+    "forward_linear_bias_activation": (lambda linear: linear(), ()),
+    "backward_linear_add": (lambda linear: [MakeExtraOutput(), *linear(bias=False)], ()),
+    "backward_linear_scale": (lambda linear: [*linear(bias=False), ConstantScale(0.3)], ()),
 }
 each = pytest.mark.parametrize("name", EXAMPLES)
 
 
+# With its adapters it keeps its own bias, which is a parameter and takes no memory.
+@pytest.mark.filterwarnings("ignore:A fusion saves what .*LoRALinear")
+@pytest.mark.parametrize("linear", [merged, lora])
 @each
-def test_check_fusion_apart(name: str, device: torch.device) -> None:
-    """Copies, with which it works, have storages of their own."""
+def test_check_fusion(name: str, linear: Any, device: torch.device) -> None:
+    """Copies, with which it works, have storages of their own: those of projections are apart."""
     make, widths = EXAMPLES[name]
-    ops = [op.to(device) for op in filled(make())]
+    ops = [op.to(device) for op in filled(make(linear))]
     extras = [torch.randn(3, 5, width, device=device) for width in widths]
     check_fusion(name, ops, torch.randn(3, 5, 6, device=device), *extras, dtypes=DTYPES)
 
@@ -73,7 +92,7 @@ def test_check_fusion_apart(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
 def test_in_one_storage(name: str, frozen: str | None) -> None:
     make, widths = EXAMPLES[name]
-    seq = Sequential(*filled(make())).to(F64)
+    seq = Sequential(*filled(make(merged))).to(F64)
     for key, p in seq.named_parameters():
         p.requires_grad_(frozen is None or not key.endswith((f"k.{frozen}", f"up.{frozen}")))
     inputs = [leaf(3, 5, width, dtype=F64) for width in (6, *widths)]
@@ -101,29 +120,9 @@ def test_saves_what_is_saved_behind_one_linear_operation(apart: bool) -> None:
     assert sorted(t.nbytes for t in saved) == sorted(t.nbytes for t in expected)
 
 
-def test_gradients_in_a_block_of_an_llm() -> None:
-    """Gate and up projection with separate weights in float64, all fusions on."""
-    gate, up = (nn.Linear(6, 8, bias=False, dtype=F64) for _ in range(2))
-    down = nn.Linear(8, 6, bias=False, dtype=F64)
-    norm = nn.RMSNorm(6, eps=1e-5, dtype=F64)
-    x, dy = torch.randn(4, 6, dtype=F64, requires_grad=True), torch.randn(4, 6, dtype=F64)
-    h = norm(x)
-    y = down(nn.functional.silu(gate(h)) * up(h))
-    leaves = [x, norm.weight, gate.weight, up.weight, down.weight]
-    expected = [y, *torch.autograd.grad(y, leaves, dy)]
-    ours = Sequential(
-        RMSNorm(6), MergedLinear.of({"gate": gate, "up": up}), SwiGLU(), Linear(8, 6, bias=False)
-    )
-    ours[0].weight, ours[3].weight = norm.weight, down.weight
-    y = ours(x)
-    steps = [step.fusion for step in ours.plan(x).forward]
-    assert steps == ["norm_linear", "activation_linear"]
-    assert_same([y, *torch.autograd.grad(y, leaves, dy)], expected)
-
-
 def test_the_loss_fusion_leaves_it_alone() -> None:
     """Logits of several heads are not those of one."""
-    seq, x = Sequential(merged(), CrossEntropy()), torch.randn(3, 6)
+    seq, x = Sequential(*merged(), CrossEntropy()), torch.randn(3, 6)
     record = seq.plan(x, torch.zeros(3, dtype=torch.int64)).record("linear_cross_entropy")
     assert not record.matches
 
@@ -145,7 +144,7 @@ def test_main_grad_behind_a_norm() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_compiled(backward: bool) -> None:
-    seq = Sequential(RMSNorm(6), merged(gate=5, up=5), SwiGLU(), Linear(5, 6))
+    seq = Sequential(RMSNorm(6), *merged(gate=5, up=5), SwiGLU(), Linear(5, 6))
     filled(list(seq))
     torch.compiler.reset()  # Dynamo counts what other tests compiled
     compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)

@@ -65,23 +65,6 @@ def compare(fused: Sequential, apart: Sequential, widths: Sequence[int], grad: b
     assert_same(results(fused, fused.parameters(), *inputs), want)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-@each_edges
-def test_values(edges: Sequence[Edge], plain: bool) -> None:
-    compare(*pair(block(plain=plain), edges), (6, 6, 4), grad=True)
-
-
-@pytest.mark.parametrize("plain", [True, False])
-@each_edges
-def test_saved_is_what_the_edges_say(edges: Sequence[Edge], plain: bool) -> None:
-    """Besides the norm's input and its two statistics per row."""
-    fused, _ = pair(block(plain=plain), edges)
-    behind = (6, 16, 16 if plain else 8)
-    widths = 6 + 2 + sum(width for width, edge in zip(behind, edges) if edge is SAVE)
-    inputs = [leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)]
-    assert elements(saved_by(fused, *inputs)) == 20 * widths
-
-
 @each_edges
 def test_a_linear_saves_its_input_for_its_weight_or_to_recompute(edges: Sequence[Edge]) -> None:
     parts = block()
@@ -109,31 +92,6 @@ def test_an_output_of_the_gradients_pass_is_not_recomputed_before(
     results(fused, fused.parameters(), *(leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)))
     # The activation reads its input before any gradient, and the first linear for that its own.
     assert seen == ([0] * (edges[0] is RECOMPUTE) + [1]) * (edges[1] is RECOMPUTE)
-
-
-@pytest.mark.parametrize("frozen", [1, 2, 3], ids=["norm", "and linear", "and activation"])
-@each_edges
-def test_parts_that_owe_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
-    """No plan has them at the beginning: what they would recompute is saved by the part behind."""
-    parts = block(plain=True)
-    for part in parts[:frozen]:
-        for op in part.ops:
-            op.requires_grad_(False)
-    fused, apart = pair(parts, edges)
-    compare(fused, apart, (6, 6, 4), grad=False)
-    inputs = [leaf(*ROWS, width, dtype=F64).detach() for width in (6, 6, 4)]
-    widths = [t.shape[-1] for t in saved_by(fused, *inputs)]
-    assert widths.count(16) == frozen - 1 + sum(edge is SAVE for edge in edges[frozen:])
-    assert widths.count(6) == 2 or frozen > 1  # those of the norm and of the first linear
-
-
-@pytest.mark.parametrize("frozen", [0, 1, 2, 3])
-@each_edges
-def test_parameters_that_need_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
-    parts = block()
-    for op in parts[frozen].ops:
-        op.requires_grad_(False)
-    compare(*pair(parts, edges), (6, 6, 4), grad=True)
 
 
 def test_parts_that_keep_their_input_or_recompute_nothing() -> None:
@@ -178,20 +136,26 @@ def test_edges_that_do_not_fit() -> None:
 
 
 # In fp64 the edges of the block have 20 rows of 6, 16 and 16 (or 8) numbers.
-SMALL = [20 * 6 * 8, 20 * 8 * 8, 1 << 16]
+SMALL = [0, 20 * 6 * 8, 20 * 8 * 8, 1 << 16]
 
 
-@pytest.mark.parametrize("frozen", [None, 0, 1, 3])
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("plain", "frozen"),
+    [(True, None), (False, None), (True, 1), *((False, frozen) for frozen in range(4))],
+)
 @pytest.mark.parametrize("small", SMALL)
 @each_edges
-def test_small_edges_are_saved_on_a_cpu(
+def test_values_and_what_is_saved(
     edges: Sequence[Edge],
     small: int,
     plain: bool,
     frozen: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Besides the norm's input and its two statistics per row: what edges say, and what is small.
+
+    With and without parameters that need no gradient.
+    """
     monkeypatch.setattr(Pipeline, "small", small)
     parts = block(plain=plain)
     for op in () if frozen is None else parts[frozen].ops:

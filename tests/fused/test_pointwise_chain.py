@@ -21,14 +21,13 @@ from opfuser import (
     MakeExtraOutput,
     ReLU,
     RMSNorm,
-    Sequential,
     SiLU,
     Softplus,
     SwiGLU,
     Tanh,
 )
 from opfuser.engine.plan import Plan
-from opfuser.errors import InputError, NotSupportedError
+from opfuser.errors import NotSupportedError
 from opfuser.fused.pointwise_chain import FUSION, PointwiseChain
 from opfuser.kernels import launch
 from tests.fused.examples import Cube, plan_on
@@ -192,9 +191,3 @@ def test_refuses_what_is_no_element_wise_operation() -> None:
         PointwiseChain([Bias(6), SwiGLU()])
     with pytest.raises(NotSupportedError, match=r"^kernels take 7 tensors besides x and y"):
         PointwiseChain([Bias(6) for _ in range(8)])
-
-
-def test_refuses_inputs_of_another_dtype() -> None:
-    seq = Sequential(PointwiseChain([Bias(6), SiLU(), AddExtraInput()]))
-    with pytest.raises(InputError, match=r"must be fp16, bf16, fp32 or fp64 \(Bias\)"):
-        seq(torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6))

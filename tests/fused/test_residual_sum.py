@@ -50,19 +50,6 @@ def test_where_no_norm_follows_the_gemm_adds(
         assert plan.fused("forward")["forward_linear_bias_add"] == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_with_an_activation_before_the_gemm(device: str) -> None:
-    """The last block of a stack ends without a norm, those before it with one."""
-    last = of.Sequential(of.SwiGLU(), of.Linear(4, 8), of.AddExtraInput())
-    assert planned(last, device).fused("forward") == {"activation_linear_add": 1}
-    inner = of.Sequential(*last, of.MakeExtraOutput(), of.RMSNorm(8), of.BasicLinear(8, 8))
-    fused = planned(inner, device).fused("forward")
-    if device == "cpu":
-        assert fused == {"activation_linear_add": 1, "norm_linear": 1}
-    else:
-        assert fused == {"activation_linear": 1, "norm_linear": 1}
-
-
 class Branches(of.BasicOperation):
     """``2 x`` as output, and ``3 x`` as a fresh extra output."""
 
@@ -192,6 +179,19 @@ def made_in_inference_mode() -> Tensor:
         return randn(3, 4)
 
 
+class Publishes(of.BasicOperation):
+    """``x`` as output, and a tensor that somebody has as an extra output."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.published = [tensor]
+
+    def fuser_forward(self, ctxs: object, input_: Tensor, **unused: object) -> object:
+        return input_ * 1, [tuple(self.published)]
+
+
 X = randn(3, 4)
 UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
     "the input itself": (ordered, [X, X]),
@@ -205,6 +205,7 @@ UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
         lambda: of.Sequential(of.Residual(of.ConstantScale(2.0), *ordered())), [X, X]
     ),
     "of inference mode": (ordered, [X, made_in_inference_mode()]),
+    "an extra output": (lambda: ordered(Publishes(X)), [randn(3, 4), X]),
     "from a channel": (by_channel, [X]),
     # Each group sees a part of the call alone.
     "from a channel over a module": (lambda: by_channel(nn.Tanh()), [X]),

@@ -109,7 +109,7 @@ class ActivationPart(Part):
             (function,) = self.activation.frozen_settings(ctx)
             if isinstance(self.activation, _GatedActivation):
                 check_glu_input(function.function, x, type(self.activation).__name__)
-            x = in_compute_dtype(x, self.activation)
+            x = in_compute_dtype(x, self.ops[0])
             spec = _spec(function)
             y, codes = _quantized(x, b, spec, quantizer, saves_codes and _fills_blocks(x, spec))
             if ctx.requires_grad:
@@ -122,7 +122,7 @@ class ActivationPart(Part):
             )
         else:
             assert isinstance(self.activation, _Activation)
-            x = in_compute_dtype(x, self.activation)
+            x = in_compute_dtype(x, self.ops[0])
             (function,) = self.activation.frozen_settings(ctx)
             y = activation_forward(x, function, b)
             if ctx.requires_grad:
