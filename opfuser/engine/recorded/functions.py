@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -145,3 +147,54 @@ def relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
 def places(tensors: Sequence[Tensor]) -> Hashable:
     """Which tensors share memory, and where each begins in its own."""
     return relative(place_of_each(tensors))
+
+
+def asked_by(watcher: str) -> tuple[str, str]:
+    """The module and function whose code called the function that the module ``watcher`` notes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name not in (__name__, watcher) and not name.startswith(("torch", "contextlib")):
+            return name, frame.f_code.co_name
+        frame = frame.f_back
+    return "", ""
+
+
+class Surroundings:
+    """By what functions of torch do their work, besides arguments: modes, and random generators.
+
+    Nothing but these functions may change it between two looks.
+
+    Args:
+        given: tensors, on whose devices they work; None: it is known that nothing else does.
+    """
+
+    def __init__(self, given: Iterable[Tensor] | None) -> None:
+        numbers = sorted({t.get_device() for t in given or () if t.is_cuda})
+        others = [torch.cuda.default_generators[number] for number in numbers]
+        self._generators = None if given is None else [torch.default_generator, *others]
+        self._seen: Hashable = None
+        self._changed = False
+
+    def look(self) -> None:
+        """Remembers it, after a call."""
+        self._seen = self._now()
+
+    def compare(self) -> None:
+        """Notes whether it has changed since, before the next call."""
+        self._changed |= self._now() != self._seen
+
+    def refuse_changes(self) -> None:
+        """Raises NotRecordableError if it has."""
+        if self._changed:
+            raise NotRecordableError("autocast, the default dtype or a random generator is set")
+
+    def _now(self) -> Hashable:
+        if self._generators is None:
+            return None
+        states = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        autocast = [
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            for kind in ("cpu", "cuda")
+        ]
+        return torch.get_default_dtype(), *autocast, *states

@@ -89,8 +89,10 @@ class Names:
                 raise NotRecordableError("a tensor comes from elsewhere than from the calls seen")
             reads.append(name)
             return marked(name)
-        if value is None or isinstance(value, (bool, str)):
+        if value is None or isinstance(value, bool):
             return repr(value)
+        if isinstance(value, str):
+            return str.__repr__(value)  # also of an enumeration
         if isinstance(value, int):
             return repr(int(value))
         if isinstance(value, float):

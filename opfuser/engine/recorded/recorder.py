@@ -6,7 +6,7 @@ each call of a torch function and each launch of a kernel, with the tensors by n
 constants. Their lines are a program without decisions, for calls like the one that was watched.
 
 What cannot be repeated so is refused: values that the host reads, tensors from elsewhere, writes to
-tensors of the caller, memory that nothing is seen to write to.
+tensors of the caller, memory that nothing is seen to write to, modes that an operation sets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from ... import torch_internals as internals
 from ...core.buffer_reuse import any_overlap
+from ...core.op_base.kinds import is_built_in
 from ...runtime.recording import watched
 from ..lines import Text, tuple_text
 from ..plan import Step
 from . import functions
-from .functions import NotRecordableError, memory_of_all, tensors_in
+from .functions import NotRecordableError, Surroundings, memory_of_all, tensors_in
 from .memory import Allocation, Call, Launched, Several, View
 from .names import Names
 from .text import Straight, text_of
@@ -139,6 +140,8 @@ class Recorder(TorchFunctionMode):
             else:
                 self.same.append((known.name, name))
         self._first_made = next(self._roots)
+        of_users = any(step is not None and not is_built_in(step.op) for step in steps)
+        self._around = Surroundings(tensors_in(given) if of_users else None)
         with self._noting():
             memory_of_theirs = memory_of_all(theirs)
             for name, tensor in given.items():
@@ -154,8 +157,11 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it, calls and launches of this thread are noted."""
-        with watched(self), self:
-            yield
+        with watched(self):
+            self._around.look()
+            with self:
+                yield
+            self._around.compare()
 
     def name_of(self, tensor: Tensor | None) -> str:
         """How the lines name a result; "None" for None.
@@ -197,6 +203,7 @@ class Recorder(TorchFunctionMode):
         """Raises NotRecordableError if anything that was seen cannot be repeated."""
         if self._refusal is not None:
             raise NotRecordableError(self._refusal)
+        self._around.refuse_changes()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -220,7 +227,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         before = functions.versions_of(given)
+        self._around.compare()
         result = func(*args, **kwargs)
+        self._around.look()
         if self._refusal is None:
             with self._noting():
                 written = functions.written_by(func, args, kwargs)
@@ -241,6 +250,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         with internals.DisableTorchFunction():
             result = function(*args)
+            self._around.look()
         if self._refusal is None:
             with self._noting(), internals.DisableTorchFunction():
                 given = tensors_in(args)
@@ -321,7 +331,7 @@ class Recorder(TorchFunctionMode):
             own = None if known is None or known.name[0] == "t" else known.name
             if own is None and name in functions.PLACE:
                 own = self._name_of_given(t)  # it is a view of that
-            if own is None or _asked_by() in _ASKING:
+            if own is None or functions.asked_by(__name__) in _ASKING:
                 continue  # made on the way, by calls that are repeated
             if name in functions.ASKED:
                 self.answers[own, name] = answer
@@ -487,14 +497,3 @@ class Recorder(TorchFunctionMode):
 
 
 _PROPERTIES = ("T", "mT", "H", "mH", "data")
-
-
-def _asked_by() -> tuple[str, str]:
-    """The module and function whose code called the function that is being noted."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if name != __name__ and not name.startswith(("torch", "contextlib")):
-            return name, frame.f_code.co_name
-        frame = frame.f_back
-    return "", ""
