@@ -30,8 +30,9 @@ from .passes import (
     tell_step,
 )
 from .program import Program
-from .recorded.functions import tensors_in
+from .recorded.functions import NotRecordableError, tensors_in
 from .recorded.guards import keywords_of
+from .recorded.recordable import refuse_tensors
 from .recorded.specialized import Specialization
 from .steps import zeros
 
@@ -337,14 +338,24 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
     """
     saved = [t for t in func_ctx.saved_tensors if t is not None]
     anchors = [t for t in (*received, *saved) if t is not None and t.requires_grad]
+    depends = bool(saved) or _keep_tensors(func_ctx)
     for node, number in func_ctx.next_functions:
-        if node is None or not saved:
+        if node is None or not depends:
             continue
         if hasattr(node, "variable"):
             anchors.append(node.variable)
         elif not any(t.grad_fn is node and t.output_nr == number for t in saved):
             raise DoubleBackwardError(_ONLY_ONCE)
     return anchors
+
+
+def _keep_tensors(func_ctx: Any) -> bool:
+    """Whether contexts of a call have tensors besides what was saved."""
+    try:
+        refuse_tensors(func_ctx.forwarded[1])
+    except NotRecordableError:
+        return True
+    return False
 
 
 def returned(func_ctx: Any, program: Program, output: Tensor, outputs: Sequence[Tensor]) -> Any:
