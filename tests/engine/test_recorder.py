@@ -222,6 +222,20 @@ def test_the_same_view_is_made_once() -> None:
     assert text.count(".view(") == 1
 
 
+@pytest.mark.parametrize("row", [lambda x, n: x[n], lambda x, n: x.narrow(0, n, 1)[0]])
+def test_views_where_tensors_say_may_be_others(row: Function) -> None:
+    """They are the same row where the function is recorded, and other ones later."""
+
+    def difference(x: Tensor, y: Tensor) -> Tensor:
+        return row(x, y[0].argmax()) - row(x, y[1].argmax()) + 2 * x[0]
+
+    x, unit = torch.randn(3, 4), torch.eye(3)
+    recorded, _ = straight(difference, x, unit[[0, 0]])
+    for places in ([0, 0], [0, 2], [2, 1]):
+        (result,) = recorded(x, unit[places])
+        assert torch.equal(result, difference(x, unit[places]))
+
+
 def test_other_views_of_the_memory_are_others() -> None:
     def views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         made = x + y
@@ -250,6 +264,50 @@ def _where(x: Tensor, y: Tensor) -> Any:
 
 def _repeat(x: Tensor, y: Tensor) -> Tensor:
     return x.repeat_interleave(torch.tensor([1, 2, 1]), 0)
+
+
+def _each_as_often(x: Tensor, y: Tensor) -> Tensor:
+    return torch.repeat_interleave(x[0].long())
+
+
+def _classes(x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(x.long())
+
+
+def _up_to(x: Tensor, y: Tensor) -> Tensor:
+    return x[:, : x[0, 0].long()]
+
+
+def _counts(x: Tensor, y: Tensor) -> Tensor:
+    return torch.arange(x.sum())
+
+
+def _largest(x: Tensor, y: Tensor) -> Any:
+    return x.topk(y[0, 0].long())
+
+
+def _repeated(x: Tensor, y: Tensor) -> Tensor:
+    return x.repeat(y[0, 0].long(), 1)
+
+
+def _split(x: Tensor, y: Tensor) -> Any:
+    return torch.tensor_split(x, y[0, :1].long())
+
+
+def _different(x: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.aten._unique2.default(x)[0]
+
+
+def _picked(x: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.aten.index.Tensor(x, [y > 0])
+
+
+def _printed(x: Tensor, y: Tensor) -> Tensor:
+    return x * float(f"{x.sum():.1f}")
+
+
+def _shared(x: Tensor, y: Tensor) -> Tensor:
+    return x * (2 if (x * 2).is_shared() else 3)
 
 
 def _reads_values(x: Tensor, y: Tensor) -> Tensor:
@@ -363,6 +421,8 @@ REFUSED = [_mask, _listed_mask, _where, _repeat, _reads_values, _decides_by_valu
 REFUSED += [_elsewhere, _returns_elsewhere, _writes, _writes_to_a_view, _writes_out]
 REFUSED += [_writes_by_an_operator, _writes_besides, _unwritten, _returns_unwritten]
 REFUSED += [_written_unseen, _sets_data, _grad, _version, _generator, _reuses, _says_so]
+REFUSED += [_each_as_often, _classes, _up_to, _counts, _largest, _repeated, _split, _different]
+REFUSED += [_picked, _printed, _shared]
 REFUSED += [_goes_unwatched, _moves, _sparse]
 
 

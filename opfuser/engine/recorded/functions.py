@@ -21,7 +21,8 @@ class NotRecordableError(Exception):
 HOST = frozenset(
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ equal "
     "allclose is_nonzero nonzero masked_select unique unique_consecutive bincount argwhere "
-    "histogram combinations __array__ cpu cuda set_ resize_ resize_as_ t_ "
+    "histogram combinations _unique2 unique_dim unique_dim_consecutive _pack_padded_sequence "
+    "__array__ __dlpack__ __format__ __repr__ cpu cuda set_ resize_ resize_as_ t_ "
     "transpose_ squeeze_ unsqueeze_ swapaxes_ requires_grad_ register_hook backward "
     "_local_scalar_dense".split()
 )
@@ -70,6 +71,48 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         given = dict(zip([a.name for a in arguments], args)) | kwargs
         return tensors_in([given.get(a.name) for a in written])
     return tensors_in(args[:1]) if is_in_place(name) or kwargs.get("inplace") else []
+
+
+def refuse_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises NotRecordableError for a call whose sizes depend on values of tensors."""
+    if _is_sized_by_values(name, args, kwargs):
+        raise NotRecordableError("the size of a result depends on values")
+    given = [(key, v) for key, v in (*enumerate(args), *kwargs.items()) if _has_scalars(v)]
+    if not given or name.startswith("__"):
+        return
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = [] if operator is None else [getattr(operator, n) for n in operator.overloads()]
+    schemas = [internals.schema_of(overload).arguments for overload in overloads]
+    if any(_is_number(key, schemas) for key, _ in given):
+        raise NotRecordableError(f"{name} reads a number from a tensor")
+
+
+def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    alone, others = len(args) + len(kwargs) == 1, tensors_in((args[1:], kwargs))
+    if name == "where":
+        return alone
+    if name == "one_hot":
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        return not isinstance(classes, int) or classes < 0
+    if name == "index":
+        return any(t.dtype in (torch.bool, torch.uint8) for t in others)
+    return name in ("repeat_interleave", "tensor_split") and (alone or bool(others))
+
+
+def _has_scalars(value: Any) -> bool:
+    return any(not t.dim() for t in tensors_in(value))
+
+
+def _is_number(key: int | str, schemas: Sequence[Sequence[Any]]) -> bool:
+    """Whether an argument, by position or keyword, is a tensor by no schema that has it."""
+    types = []
+    for arguments in schemas:
+        by_position = [a for a in arguments if not a.kwarg_only]
+        if isinstance(key, int):  # the last one may be a list, whose parts are given one by one
+            types += [a.type for a in by_position[: key + 1][-1:]]
+        else:
+            types += [a.type for a in arguments if a.name == key]
+    return bool(types) and not any("Tensor" in str(kind) for kind in types)
 
 
 def is_in_place(name: str) -> bool:

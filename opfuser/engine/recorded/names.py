@@ -70,6 +70,8 @@ class Names:
         if isinstance(index, tuple):
             return ", ".join(self._index(part, reads) for part in index) or "()"
         if isinstance(index, slice):
+            if tensors_in([index.start, index.stop, index.step]):
+                raise NotRecordableError("the size of a result depends on values")
             parts = ["" if part is None else self.value(part, reads) for part in
                      (index.start, index.stop)]  # fmt: skip
             step = "" if index.step is None else f":{self.value(index.step, reads)}"

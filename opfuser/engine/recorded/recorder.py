@@ -127,7 +127,7 @@ class Recorder(TorchFunctionMode):
         self._theirs: set[int] = set()
         self._given: dict[int, _Given] = {}
         self._unwritten: set[int] = set()
-        self._views: dict[Hashable, str] = {}
+        self._views: dict[Hashable, str] = {}  # by place; by name where a tensor tells the place
         self._numbers = count()
         self._roots = count()
         for name, tensor in given.items():
@@ -283,9 +283,7 @@ class Recorder(TorchFunctionMode):
         name = functions.name_of_function(func)
         if name in functions.HOST or name == "__set__":
             raise NotRecordableError(f"{name} is called, which cannot be repeated")
-        by_values = name == "where" and len(args) + len(kwargs) == 1
-        if by_values or (name == "repeat_interleave" and tensors_in((args[1:], kwargs))):
-            raise NotRecordableError("the size of a result depends on values")
+        functions.refuse_values(name, args, kwargs)
         made = tensors_in(result)
         if not made and not written:
             asked = func.__self__.__name__ if name == "__get__" else name
@@ -331,13 +329,13 @@ class Recorder(TorchFunctionMode):
             own = None if known is None or known.name[0] == "t" else known.name
             if own is None and name in functions.PLACE:
                 own = self._name_of_given(t)  # it is a view of that
+            if name not in functions.PLACE and name not in functions.ASKED:
+                raise NotRecordableError(f"{name} of a tensor is asked for")
             if own is None or functions.asked_by(__name__) in _ASKING:
                 continue  # made on the way, by calls that are repeated
             if name in functions.ASKED:
                 self.answers[own, name] = answer
                 continue
-            if name not in functions.PLACE:
-                raise NotRecordableError(f"{name} of a tensor is asked for")
             if own not in self.places:
                 self.places.append(own)
 
@@ -391,14 +389,16 @@ class Recorder(TorchFunctionMode):
                 self._unwritten.discard(memory)
             root = next(self._roots) if of is None else of.root
             place = root, part.storage_offset(), part.shape, part.stride(), part.dtype
-            known = None if effect or part is not result else self._views.get(place)
+            fixed = of is None or (len(given) == 1 and self._views.keys().isdisjoint(reads))
+            again = fixed and not effect and part is result
+            known = self._views.get(place) if again else None
             if known is not None:  # the same view under a name that it has
                 self._known[id(part)] = _Known(weakref.ref(part), known, root)
                 return
             same = [_find(self._known, t) for t in given if internals.memory_of(t) == memory]
             shares += [other.name for other in same if other is not None]
             name = f"t{next(self._numbers)}"
-            self._views[place] = name
+            self._views[place if fixed else name] = name
             self._known[id(part)] = _Known(weakref.ref(part), name, root)
             results.append(name)
         unpacked = isinstance(result, (tuple, list))
