@@ -231,9 +231,9 @@ def test_views_where_tensors_say_may_be_others(row: Function) -> None:
 
     x, unit = torch.randn(3, 4), torch.eye(3)
     recorded, _ = straight(difference, x, unit[[0, 0]])
-    for places in ([0, 0], [0, 2], [2, 1]):
-        (result,) = recorded(x, unit[places])
-        assert torch.equal(result, difference(x, unit[places]))
+    for which in ([0, 0], [0, 2], [2, 1]):
+        (result,) = recorded(x, unit[which])
+        assert torch.equal(result, difference(x, unit[which]))
 
 
 def test_other_views_of_the_memory_are_others() -> None:

@@ -133,6 +133,7 @@ def guard_of_call(
         "is_inference": torch.is_inference_mode_enabled,
         "default_dtype": torch.get_default_dtype,
         "deterministic": torch.are_deterministic_algorithms_enabled,
+        "num_threads": torch.get_num_threads,
         "functorch": internals.transforms_active,
         "profiler": profiler,
         "forward_ad": forward_ad,
@@ -165,12 +166,11 @@ def guard_of_call(
         "not functorch()",
         "not profiler._is_profiler_enabled",
         "forward_ad._current_level < 0",
+        f"default_dtype() is {constant(torch.get_default_dtype())}",
     ]
     terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
     terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
-    terms.append(f"default_dtype() is {constant(torch.get_default_dtype())}")
     if x.is_cpu:
-        names["num_threads"] = torch.get_num_threads
         terms.append(f"num_threads() == {torch.get_num_threads()}")
         terms.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
     for n, t in enumerate(parameters):
