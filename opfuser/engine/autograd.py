@@ -125,6 +125,18 @@ def batched_like(x: Tensor, others: Sequence[Tensor], kwargs: Kwargs) -> Tensor:
     return x + zero if others else x
 
 
+def refuse_gradients_of(kwargs: Kwargs) -> None:
+    """Raises NotSupportedError for keywords that require grad: the call is differentiated."""
+    for own in kwargs or ():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise NotSupportedError.explained(
+                    "Keywords of operations are constants: they get no gradient",
+                    received=f"{name}, which requires grad",
+                    remedy="Pass it detached; what is trained is a parameter or an extra input",
+                )
+
+
 class _SequenceFunction(torch.autograd.Function):
     """Differentiates a group of operations at once, so that the passes may fuse differently."""
 
@@ -136,6 +148,7 @@ class _SequenceFunction(torch.autograd.Function):
         extra_inputs = tensors[program.num_parameters :]
         parameters = tensors[: program.num_parameters]
         output, outputs = execute_forward(program, kwargs, input_, extra_inputs, tape, parameters)
+        refuse_gradients_of(kwargs)  # an operation may have said so itself
         if tape.verification is not None:
             tape.verification.note(tensors)
         marked, hooked = False, False
