@@ -77,13 +77,14 @@ def refuse_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """Raises NotRecordableError for a call whose sizes depend on values of tensors."""
     if _is_sized_by_values(name, args, kwargs):
         raise NotRecordableError("the size of a result depends on values")
-    given = [(key, v) for key, v in (*enumerate(args), *kwargs.items()) if _has_scalars(v)]
-    if not given or name.startswith("__"):
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    keys = [key for key, value in given if any(not t.dim() for t in tensors_in(value))]
+    if not keys or name.startswith("__"):
         return
     operator = getattr(torch.ops.aten, name, None)
     overloads = [] if operator is None else [getattr(operator, n) for n in operator.overloads()]
     schemas = [internals.schema_of(overload).arguments for overload in overloads]
-    if any(_is_number(key, schemas) for key, _ in given):
+    if any(_is_number(key, schemas) for key in keys):
         raise NotRecordableError(f"{name} reads a number from a tensor")
 
 
@@ -97,10 +98,6 @@ def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name == "index":
         return any(t.dtype in (torch.bool, torch.uint8) for t in others)
     return name in ("repeat_interleave", "tensor_split") and (alone or bool(others))
-
-
-def _has_scalars(value: Any) -> bool:
-    return any(not t.dim() for t in tensors_in(value))
 
 
 def _is_number(key: int | str, schemas: Sequence[Sequence[Any]]) -> bool:
