@@ -57,7 +57,7 @@ class RotaryEmbedding(BasicOperation):
         interleave_sections: pair i uses position row ``i % len(sections)`` until that section is
             used up, then row 0, as in Qwen3-VL, instead of consecutive sections.
 
-    Keywords of a call (through ``op_kwargs``):
+    Keywords of a call (through ``op_kwargs``), constants without gradients:
         positions: an integer tensor ``(sequence,)``, ``(batch, sequence)`` or ``(1, sequence)``;
             with sections, the latter two may have another dimension of ``len(sections)`` in front;
             without it, all sections use the same positions. None means 0, 1, 2, … The values are

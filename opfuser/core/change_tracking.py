@@ -296,6 +296,8 @@ _VALUES = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
 
 
 def _freeze(value: Any) -> Hashable:
+    if isinstance(value, (bool, float)):
+        return repr(value)  # 1 == 1.0 == True, and 0.0 == -0.0
     if isinstance(value, _VALUES):
         return value
     if isinstance(value, (tuple, list)):

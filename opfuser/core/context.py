@@ -144,8 +144,8 @@ class OperationContext:
 
     # For the engine: position of this context's tensors among all saved ones, and the shape, dtype
     # and device of what its operation returned.
-    span: tuple[int, int] | None = None
-    output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
+    _span: tuple[int, int] | None = None
+    _output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
     parameters: tuple[Any, ...] = _NotKept()
 
     if TYPE_CHECKING:  # operations may set attributes of their own

@@ -30,8 +30,9 @@ from .passes import (
     tell_step,
 )
 from .program import Program
-from .recorded.functions import tensors_in
+from .recorded.functions import NotRecordableError, tensors_in
 from .recorded.guards import keywords_of
+from .recorded.recordable import refuse_tensors
 from .recorded.specialized import Specialization
 from .steps import zeros
 
@@ -124,6 +125,18 @@ def batched_like(x: Tensor, others: Sequence[Tensor], kwargs: Kwargs) -> Tensor:
     return x + zero if others else x
 
 
+def refuse_gradients_of(kwargs: Kwargs) -> None:
+    """Raises NotSupportedError for keywords that require grad: the call is differentiated."""
+    for own in kwargs or ():
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise NotSupportedError.explained(
+                    "Keywords of operations are constants: they get no gradient",
+                    received=f"{name}, which requires grad",
+                    remedy="Pass it detached; what is trained is a parameter or an extra input",
+                )
+
+
 class _SequenceFunction(torch.autograd.Function):
     """Differentiates a group of operations at once, so that the passes may fuse differently."""
 
@@ -135,6 +148,7 @@ class _SequenceFunction(torch.autograd.Function):
         extra_inputs = tensors[program.num_parameters :]
         parameters = tensors[: program.num_parameters]
         output, outputs = execute_forward(program, kwargs, input_, extra_inputs, tape, parameters)
+        refuse_gradients_of(kwargs)  # an operation may have said so itself
         if tape.verification is not None:
             tape.verification.note(tensors)
         marked, hooked = False, False
@@ -337,14 +351,24 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
     """
     saved = [t for t in func_ctx.saved_tensors if t is not None]
     anchors = [t for t in (*received, *saved) if t is not None and t.requires_grad]
+    depends = bool(saved) or _keep_tensors(func_ctx)
     for node, number in func_ctx.next_functions:
-        if node is None or not saved:
+        if node is None or not depends:
             continue
         if hasattr(node, "variable"):
             anchors.append(node.variable)
         elif not any(t.grad_fn is node and t.output_nr == number for t in saved):
             raise DoubleBackwardError(_ONLY_ONCE)
     return anchors
+
+
+def _keep_tensors(func_ctx: Any) -> bool:
+    """Whether contexts of a call have tensors besides what was saved."""
+    try:
+        refuse_tensors(func_ctx.forwarded[1])
+    except NotRecordableError:
+        return True
+    return False
 
 
 def returned(func_ctx: Any, program: Program, output: Tensor, outputs: Sequence[Tensor]) -> Any:

@@ -252,7 +252,7 @@ class _Forward:
             return
         # For a backward that may need zeros as the gradient of the output.
         if step.indices[-1] in self.notes_output and not self.emission.traced:
-            self.lines(f"{contexts[-1]}.output_like = x.shape, x.dtype, x.device")
+            self.lines(f"{contexts[-1]}._output_like = x.shape, x.dtype, x.device")
         self.lines(f"tape.add({', '.join(contexts)})")
 
     def extra_inputs(self, step: Step) -> str:

@@ -49,7 +49,7 @@ class Tape:
                     start = len(saved)
                     # A list: Dynamo of torch 2.11 adds no map to one.
                     saved += [held(t) for t in ctx.to_save]
-                    ctx.span = (start, len(saved))
+                    ctx._span = (start, len(saved))
                 ctx.to_save = None
 
 

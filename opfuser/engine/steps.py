@@ -117,15 +117,15 @@ class _RevivedContext(OperationContext):
     backward reads the same values.
     """
 
-    kept: OperationContext
+    _kept: OperationContext
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             # Backward fusions written for te.ops also read what te.ops' own forwards set.
-            if name in _LEFT_BY_TE_OPS and not hasattr(self.kept, name):
+            if name in _LEFT_BY_TE_OPS and not hasattr(self._kept, name):
                 return _LEFT_BY_TE_OPS[name](self)
-            return getattr(self.kept, name)
+            return getattr(self._kept, name)
 
 
 _LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
@@ -155,14 +155,14 @@ def revived(
         parameters: its own in forward, if its backward reads them.
     """
     ctx = _RevivedContext()
-    ctx.kept = kept
+    ctx._kept = kept
     ctx.requires_grad = kept.requires_grad
     ctx.needs = kept.needs
     ctx.settings = kept.settings
-    if kept.output_like is not None:
-        ctx.output_like = kept.output_like
-    if kept.span is not None:
-        start, stop = kept.span
+    if kept._output_like is not None:
+        ctx._output_like = kept._output_like
+    if kept._span is not None:
+        start, stop = kept._span
         ctx.saved_tensors = tuple(saved[start:stop])
         saved[start:stop] = [None] * (stop - start)
     if parameters is not None:
@@ -196,7 +196,7 @@ def zero_or_none(ctx: OperationContext, given: Iterable[Sequence[Tensor | None]]
     first = next((grad for grad in chain(*given) if grad is not None), None)
     if first is None:
         return None
-    return zeros(ctx.output_like or (first.shape, first.dtype, first.device))
+    return zeros(ctx._output_like or (first.shape, first.dtype, first.device))
 
 
 def summed(earlier: Tensor | None, grad: Tensor | None) -> Tensor | None:

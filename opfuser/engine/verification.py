@@ -105,7 +105,7 @@ class Verification:
             self._verified.add(self._kind)
             return
         for index, (op, ctx) in enumerate(zip(ops, contexts)):
-            for value in () if ctx.span is None else saved[slice(*ctx.span)]:
+            for value in () if ctx._span is None else saved[slice(*ctx._span)]:
                 if value is not None and not isinstance(value, Tensor):
                     raise SavedTensorsError.explained(
                         "ctx.save_for_backward takes tensors and None",

@@ -315,7 +315,7 @@ class QuantizationState(nn.Module):
         """For each role whether the buffers are others than those of a new state."""
         if self.scale.is_meta:
             return [False] * len(ROLES)
-        seen = torch.cat([self.amax_history, self.amax[None]]).amax(0) > 0
+        seen = torch.cat([self.amax_history, self.amax[None]]).amax(0) != 0  # NaN, too
         found: list[bool] = ((self.scale != 1) | seen).tolist()
         return found
 

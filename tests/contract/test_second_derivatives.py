@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ def square(y: Tensor) -> Tensor:
     return y.square().sum()
 
 
+class Squared(of.BasicOperation):
+    """Keeps its input where nobody sees it but itself."""
+
+    def op_forward(self, ctx: of.OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+        ctx.inputs = [input_]
+        return input_.square()
+
+    def op_backward(self, ctx: of.OperationContext, grad_output: Tensor) -> Any:
+        return 2 * ctx.inputs[0] * grad_output, ()
+
+
 # The gradient of a sum of scaled values is a constant: there is nothing to differentiate.
 CASES: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Tensor], Tensor]]]] = {
     "linear": (lambda: of.Sequential(of.Linear(8, 8, **F64)), [square, torch.sum]),
@@ -25,6 +37,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Tensor], Tensor]]
         lambda: of.Sequential(of.Linear(8, 8, **F64), of.GELU(), of.RMSNorm(8, **F64)),
         [torch.sum],
     ),
+    "a tensor in a context": (lambda: of.Sequential(Squared()), [square, torch.sum]),
     "operation alone": (lambda: of.Linear(8, 8, **F64), [square]),
     "between plain modules": (lambda: of.Sequential(nn.Tanh(), of.SiLU(), nn.Tanh()), [torch.sum]),
 }

@@ -152,3 +152,42 @@ def test_anomaly_mode_names_the_function() -> None:
     text = "Function '_SequenceFunctionBackward' returned nan values"
     with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match=text):
         opfuser.Sequential(Bad())(x).sum().backward()
+
+
+class TimesKeyword(opfuser.BasicOperation):
+    """Multiplies by a keyword."""
+
+    def op_forward(
+        self, ctx: opfuser.OperationContext, input_: Tensor, *, factor: Tensor, **kwargs: Any
+    ) -> Tensor:
+        ctx.save_for_backward(factor)
+        return input_ * factor
+
+    def op_backward(self, ctx: opfuser.OperationContext, grad_output: Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return grad_output * factor, ()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("name", "how"), [("factor", ""), ("tables", ""), ("tables", "compiled")])
+def test_keywords_that_require_grad_are_refused(name: str, how: str) -> None:
+    """Their gradient would be missing: calls have those of inputs and parameters alone."""
+    seq = opfuser.Sequential(opfuser.RotaryEmbedding(2, 4) if name == "tables" else TimesKeyword())
+    run: Any = torch.compile(seq, backend="eager", fullgraph=True) if how else seq
+    x = torch.randn(1, 3, 24, requires_grad=True)
+    value = torch.randn(2, 3, 2) if name == "tables" else torch.randn(24)
+
+    def gradient() -> Tensor:
+        (dx,) = torch.autograd.grad(run(x, op_kwargs={0: {name: value}}).sum(), x)
+        return dx
+
+    before = [gradient() for _ in range(3)]
+    value.requires_grad_()
+    # Dynamo raises an error of its own.
+    text = "Observed exception" if how else f"constants.*{name}, which requires grad"
+    with pytest.raises(RuntimeError if how else opfuser.errors.NotSupportedError, match=text):
+        gradient()
+    with torch.no_grad():
+        run(x, op_kwargs={0: {name: value}})
+    value = value.detach()
+    torch.testing.assert_close(gradient(), before[-1])

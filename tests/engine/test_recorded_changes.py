@@ -88,6 +88,43 @@ def test_changes_of_a_module_take_effect(change: str, make: Callable[[], Sequent
         assert_same(both(module, x), theirs)
 
 
+class _Times(BasicOperation):
+    recordable = True
+
+    def __init__(self, factor: Any) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+        return input_ * self.factor
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
+        return None, ()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1.0), (True, 1.0), (1.0, True), (1, True)])
+def test_equal_numbers_of_another_type_take_effect(before: Any, after: Any) -> None:
+    module, x = Sequential(_Times(before)), torch.tensor([True, False])
+    for factor in (before, after, before):
+        module[0].factor = factor
+        for _ in range(ENOUGH):
+            y, expected = module(x), x * factor
+            assert y.dtype is expected.dtype
+            assert torch.equal(y, expected)
+
+
+def test_the_sign_of_zero_takes_effect() -> None:
+    x = torch.ones(3, requires_grad=True)
+    module = Sequential(opfuser.ConstantScale(0.0))
+    for zero in (0.0, -0.0, 0.0):
+        module[0].scale = zero
+        for _ in range(ENOUGH):
+            y = module(x)
+            (dx,) = torch.autograd.grad(y.sum(), x)
+            for t in (y, dx):
+                assert torch.equal(t.signbit(), torch.full((3,), zero).signbit())
+
+
 def _inference() -> Tensor:
     with torch.inference_mode():
         return torch.randn(2, 3, D)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -232,3 +233,132 @@ def test_the_kernel_of_the_last_call() -> None:
         output(attention, x)
         choices.append(str(attention.last_choice).split()[0])
     assert choices == ["cpu", "blockwise", "cpu"]
+
+
+class _Method(str, enum.Enum):
+    TANH = "tanh"
+
+
+def _fp32(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.float() @ x.float().transpose(-1, -2)
+
+
+def _bf16(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.transpose(-1, -2)
+
+
+def _seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x * torch.rand_like(x)
+
+
+def _forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x * torch.rand_like(x)
+
+
+def _default(x: Tensor) -> Tensor:
+    with _default_dtype():
+        return x.to(torch.float64) * torch.ones(D)
+
+
+def _of_an_enumeration(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate=_Method.TANH)
+
+
+class _Calls(opfuser.BasicOperation):
+    """Calls a function in one of its passes."""
+
+    recordable = True
+
+    def __init__(self, function: Callable[[Tensor], Tensor], stage: str) -> None:
+        super().__init__()
+        self.function, self.stage = function, stage
+
+    def op_forward(self, ctx: opfuser.OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+        ctx.save_for_backward(input_)
+        return self.function(input_) if self.stage == "forward" else input_ * 2
+
+    def op_backward(self, ctx: opfuser.OperationContext, grad_output: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        if self.stage == "forward":
+            return torch.zeros_like(x), ()
+        return self.function(x).sum(-1, keepdim=True).to(x.dtype) * x, ()
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("function", "recorded"),
+    [
+        (_fp32, False),
+        (_bf16, False),
+        (_seeded, False),
+        (_forked, False),
+        (_default, False),
+        (_of_an_enumeration, True),
+    ],
+)
+def test_modes_that_an_operation_sets(
+    function: Callable[[Tensor], Tensor], recorded: bool, stage: str
+) -> None:
+    """They are no calls of functions of torch that could be repeated: such passes are not."""
+
+    def results(module: nn.Module) -> list[list[Tensor]]:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=function is not _bf16):
+            return [[*both(module, x), torch.rand(3)] for _ in range(2 * ENOUGH)]
+
+    module, x = opfuser.Sequential(_Calls(function, stage)), image()
+    with unrecorded():
+        theirs = results(opfuser.Sequential(_Calls(function, stage)))
+    with passes() as names:
+        ours = results(module)
+    for own, others in zip(ours, theirs):
+        assert_same(own, others)
+        assert [t.dtype for t in own] == [t.dtype for t in others]
+    assert (stage in names) == recorded
+    if not recorded:
+        plan = module.last_plan
+        assert plan is not None
+        (recording,) = plan.recordings
+        refusal = "autocast, the default dtype or a random generator is set"
+        assert recording.refusal == refusal
+
+
+def _in_default_dtype(x: Tensor) -> Tensor:
+    return x.to(torch.get_default_dtype())
+
+
+def _deterministic(x: Tensor) -> Tensor:
+    return x * (2 if torch.are_deterministic_algorithms_enabled() else 3)
+
+
+@contextmanager
+def _deterministically() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("function", "mode"),
+    [(_in_default_dtype, _default_dtype), (_deterministic, _deterministically)],
+)
+def test_modes_that_an_operation_asks_for(
+    function: Callable[[Tensor], Tensor],
+    mode: Callable[[], AbstractContextManager[Any]],
+    stage: str,
+) -> None:
+    module, x = opfuser.Sequential(_Calls(function, stage)), image()
+    record(module, x)
+    with unrecorded(), mode():
+        theirs = both(opfuser.Sequential(_Calls(function, stage)), x)
+    with mode():
+        ours = both(module, x)
+    assert_same(ours, theirs)
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]

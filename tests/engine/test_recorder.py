@@ -212,6 +212,20 @@ def test_the_same_view_is_made_once() -> None:
     assert text.count(".view(") == 1
 
 
+@pytest.mark.parametrize("row", [lambda x, n: x[n], lambda x, n: x.narrow(0, n, 1)[0]])
+def test_views_where_tensors_say_may_be_others(row: Function) -> None:
+    """They are the same row where the function is recorded, and other ones later."""
+
+    def difference(x: Tensor, y: Tensor) -> Tensor:
+        return row(x, y[0].argmax()) - row(x, y[1].argmax()) + 2 * x[0]
+
+    x, unit = torch.randn(3, 4), torch.eye(3)
+    recorded, _ = straight(difference, x, unit[[0, 0]])
+    for which in ([0, 0], [0, 2], [2, 1]):
+        (result,) = recorded(x, unit[which])
+        assert torch.equal(result, difference(x, unit[which]))
+
+
 def test_other_views_of_the_memory_are_others() -> None:
     def views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         made = x + y
@@ -280,6 +294,17 @@ REFUSED: dict[str, Function] = {
     "reads values": lambda x, y: x * float(x.sum().item()),
     "decides by values": lambda x, y: x + 1 if bool((x > 0).all()) else x,
     "compares": lambda x, y: x + 1 if torch.equal(x, y) else x,
+    "each as often": lambda x, y: torch.repeat_interleave(x[0].long()),
+    "classes": lambda x, y: torch.nn.functional.one_hot(x.long()),
+    "up to": lambda x, y: x[:, : x[0, 0].long()],
+    "counts": lambda x, y: torch.arange(x.sum()),
+    "largest": lambda x, y: x.topk(y[0, 0].long()),
+    "repeated": lambda x, y: x.repeat(y[0, 0].long(), 1),
+    "split": lambda x, y: torch.tensor_split(x, y[0, :1].long()),
+    "different": lambda x, y: torch.ops.aten._unique2.default(x)[0],
+    "picked": lambda x, y: torch.ops.aten.index.Tensor(x, [y > 0]),
+    "printed": lambda x, y: x * float(f"{x.sum():.1f}"),
+    "shared": lambda x, y: x * (2 if (x * 2).is_shared() else 3),
     "from elsewhere": lambda x, y: x + _KEPT,
     "returns from elsewhere": lambda x, y: _KEPT,
     "writes": lambda x, y: x.mul_(2),

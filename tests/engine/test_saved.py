@@ -252,3 +252,28 @@ def test_backward_under_autocast_runs_in_the_dtype_of_forward() -> None:
     y = seq(x)
     with torch.autocast("cpu", torch.bfloat16):
         same(grads(y, [x, seq[0].w]), expected)
+
+
+class KeepsNumbers(BasicOperation):
+    """Sets attributes of its context, under names that others may have thought of, too."""
+
+    names = ("span", "kept", "output_like", "saved", "x")
+
+    def op_forward(self, ctx: Any, input_: Tensor, **kwargs: Any) -> Tensor:
+        for number, name in enumerate(self.names, 2):
+            setattr(ctx, name, number)
+        ctx.save_for_backward(input_)
+        return input_.square()
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        factors = [getattr(ctx, name) for name in self.names]
+        assert factors == [2, 3, 4, 5, 6]
+        return 2 * x * grad_output, ()
+
+
+def test_an_operation_may_set_any_attribute_of_its_context() -> None:
+    seq, x = opfuser.Sequential(KeepsNumbers(), KeepsNumbers()), randn(2, 3, grad=True)
+    for _ in range(3):
+        (dx,) = torch.autograd.grad(seq(x).sum(), x)
+        same(dx, 4 * x**3)

@@ -128,6 +128,26 @@ def test_states_without_a_recipe_are_left_alone() -> None:
         torch.testing.assert_close(now, then, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("first", [float("inf"), float("nan")])
+def test_first_values_that_are_not_finite_are_known_after_loading(first: float) -> None:
+    """What has loaded them goes on with the scale that the first call has left."""
+
+    def scales(seq: Any) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            call(seq)
+            found.append(state(seq).scale.clone())
+        return found
+
+    ours, theirs = sequence(), sequence()
+    call(ours, torch.full_like(X, first))
+    kept = copy.deepcopy(ours.state_dict())
+    expected = scales(ours)
+    theirs.load_state_dict(kept)
+    for own, other in zip(scales(theirs), expected):
+        assert torch.equal(own, other)
+
+
 def test_one_launch_updates_all_that_live() -> None:
     def programs() -> list[int]:
         gc.collect()

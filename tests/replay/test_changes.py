@@ -164,15 +164,23 @@ def with_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     "mode",
     [
         matmul_in_tf32,
         deterministic,
+        default_dtype,
         with_ranks,
         lambda: torch.nn.attention.sdpa_kernel(SDPBackend.MATH),
     ],
-    ids=["tf32", "deterministic", "ranks", "attention"],
+    ids=["tf32", "deterministic", "default dtype", "ranks", "attention"],
 )
 def test_modes_that_choose_kernels(mode: Callable[[], Any], device: torch.device) -> None:
     model, x = block(device), draw(device)
@@ -181,6 +189,47 @@ def test_modes_that_choose_kernels(mode: Callable[[], Any], device: torch.device
             model(x)
         model(x)
     assert replays(model)[0].instances == 2
+
+
+class Schedule(opfuser.BasicOperation):
+    """Sets a number of another operation, from its fifth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.sets: list[opfuser.ConstantScale] = []
+
+    def op_forward(
+        self, ctx: opfuser.OperationContext, input_: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            for op in self.sets:
+                op.scale = float(self.calls)
+        return input_ * 1
+
+    def op_backward(self, ctx: opfuser.OperationContext, grad_output: torch.Tensor) -> Any:
+        return grad_output, ()
+
+
+def test_numbers_that_another_operation_sets_in_its_forward(device: torch.device) -> None:
+    scale = opfuser.ConstantScale(1.0)
+    linear = opfuser.Linear(DIM, DIM, device=device)
+    model = opfuser.Sequential(Schedule(), nn.Identity(), linear, scale)
+    model[0].sets = [scale]
+    replayed = []
+    for _ in range(8):
+        x = draw(device).requires_grad_()
+        y = model(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        expected = nn.functional.linear(x, linear.weight, linear.bias) * scale.scale
+        assert_equal(y.detach(), expected.detach())
+        assert_equal(dx, torch.autograd.grad(expected.sum(), x)[0])
+        plan = model.last_plan
+        assert plan is not None
+        replayed.append(plan.replays[1].replayed)
+    assert scale.scale == 8.0
+    assert replayed[3] == replayed[-1] > 0
 
 
 def test_functional_call(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from ...torch_internals import (
     dispatch_functionalize,
     is_view,
 )
-from ..autograd import batched_like, execute_eagerly, returned
+from ..autograd import batched_like, execute_eagerly, refuse_gradients_of, returned
 from ..passes import Kwargs, Tape, traced_forward
 from ..program import Program
 from ..steps import zeros
@@ -50,6 +50,7 @@ def execute(
             input_ = batched_like(input_, [*parameters, *extra_inputs], kwargs)
         output, outputs = traced_forward(program, kwargs, input_, extra_inputs, None)
         return (output, *outputs) if outputs else output
+    refuse_gradients_of(kwargs)
     if not by_dynamo:
         return _InGraphFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)
     if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ class NotRecordableError(Exception):
 HOST = frozenset(
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ equal "
     "allclose is_nonzero nonzero masked_select unique unique_consecutive bincount argwhere "
-    "histogram combinations __array__ cpu cuda set_ resize_ resize_as_ t_ "
+    "histogram combinations _unique2 unique_dim unique_dim_consecutive _pack_padded_sequence "
+    "__array__ __dlpack__ __format__ __repr__ cpu cuda set_ resize_ resize_as_ t_ "
     "transpose_ squeeze_ unsqueeze_ swapaxes_ requires_grad_ register_hook backward "
     "_local_scalar_dense".split()
 )
@@ -68,6 +71,45 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         given = dict(zip([a.name for a in arguments], args)) | kwargs
         return tensors_in([given.get(a.name) for a in written])
     return tensors_in(args[:1]) if is_in_place(name) or kwargs.get("inplace") else []
+
+
+def refuse_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises NotRecordableError for a call whose sizes depend on values of tensors."""
+    if _is_sized_by_values(name, args, kwargs):
+        raise NotRecordableError("the size of a result depends on values")
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    keys = [key for key, value in given if any(not t.dim() for t in tensors_in(value))]
+    if not keys or name.startswith("__"):
+        return
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = [] if operator is None else [getattr(operator, n) for n in operator.overloads()]
+    schemas = [internals.schema_of(overload).arguments for overload in overloads]
+    if any(_is_number(key, schemas) for key in keys):
+        raise NotRecordableError(f"{name} reads a number from a tensor")
+
+
+def _is_sized_by_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    alone, others = len(args) + len(kwargs) == 1, tensors_in((args[1:], kwargs))
+    if name == "where":
+        return alone
+    if name == "one_hot":
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        return not isinstance(classes, int) or classes < 0
+    if name == "index":
+        return any(t.dtype in (torch.bool, torch.uint8) for t in others)
+    return name in ("repeat_interleave", "tensor_split") and (alone or bool(others))
+
+
+def _is_number(key: int | str, schemas: Sequence[Sequence[Any]]) -> bool:
+    """Whether an argument, by position or keyword, is a tensor by no schema that has it."""
+    types = []
+    for arguments in schemas:
+        by_position = [a for a in arguments if not a.kwarg_only]
+        if isinstance(key, int):  # the last one may be a list, whose parts are given one by one
+            types += [a.type for a in by_position[: key + 1][-1:]]
+        else:
+            types += [a.type for a in arguments if a.name == key]
+    return bool(types) and not any("Tensor" in str(kind) for kind in types)
 
 
 def is_in_place(name: str) -> bool:
@@ -145,3 +187,54 @@ def relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
 def places(tensors: Sequence[Tensor]) -> Hashable:
     """Which tensors share memory, and where each begins in its own."""
     return relative(place_of_each(tensors))
+
+
+def asked_by(watcher: str) -> tuple[str, str]:
+    """The module and function whose code called the function that the module ``watcher`` notes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name not in (__name__, watcher) and not name.startswith(("torch", "contextlib")):
+            return name, frame.f_code.co_name
+        frame = frame.f_back
+    return "", ""
+
+
+class Surroundings:
+    """By what functions of torch do their work, besides arguments: modes, and random generators.
+
+    Nothing but these functions may change it between two looks.
+
+    Args:
+        given: tensors, on whose devices they work; None: it is known that nothing else does.
+    """
+
+    def __init__(self, given: Iterable[Tensor] | None) -> None:
+        numbers = sorted({t.get_device() for t in given or () if t.is_cuda})
+        others = [torch.cuda.default_generators[number] for number in numbers]
+        self._generators = None if given is None else [torch.default_generator, *others]
+        self._seen: Hashable = None
+        self._changed = False
+
+    def look(self) -> None:
+        """Remembers it, after a call."""
+        self._seen = self._now()
+
+    def compare(self) -> None:
+        """Notes whether it has changed since, before the next call."""
+        self._changed |= self._now() != self._seen
+
+    def refuse_changes(self) -> None:
+        """Raises NotRecordableError if it has."""
+        if self._changed:
+            raise NotRecordableError("autocast, the default dtype or a random generator is set")
+
+    def _now(self) -> Hashable:
+        if self._generators is None:
+            return None
+        states = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        autocast = [
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            for kind in ("cpu", "cuda")
+        ]
+        return torch.get_default_dtype(), *autocast, *states

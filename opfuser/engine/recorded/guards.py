@@ -131,6 +131,9 @@ def guard_of_call(
         "telling": telling._State,
         "Clock": Clock,
         "is_inference": torch.is_inference_mode_enabled,
+        "default_dtype": torch.get_default_dtype,
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+        "num_threads": torch.get_num_threads,
         "functorch": internals.transforms_active,
         "profiler": profiler,
         "forward_ad": forward_ad,
@@ -163,12 +166,13 @@ def guard_of_call(
         "not functorch()",
         "not profiler._is_profiler_enabled",
         "forward_ad._current_level < 0",
+        f"default_dtype() is {constant(torch.get_default_dtype())}",
     ]
     terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
     terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
     if x.is_cpu:
-        names["num_threads"] = torch.get_num_threads
         terms.append(f"num_threads() == {torch.get_num_threads()}")
+        terms.append(f"deterministic() is {torch.are_deterministic_algorithms_enabled()}")
     for n, t in enumerate(parameters):
         terms += is_like(f"parameters[{n}]", t, shape=False)
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")

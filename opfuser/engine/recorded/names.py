@@ -70,6 +70,8 @@ class Names:
         if isinstance(index, tuple):
             return ", ".join(self._index(part, reads) for part in index) or "()"
         if isinstance(index, slice):
+            if tensors_in([index.start, index.stop, index.step]):
+                raise NotRecordableError("the size of a result depends on values")
             parts = ["" if part is None else self.value(part, reads) for part in
                      (index.start, index.stop)]  # fmt: skip
             step = "" if index.step is None else f":{self.value(index.step, reads)}"
@@ -89,8 +91,10 @@ class Names:
                 raise NotRecordableError("a tensor comes from elsewhere than from the calls seen")
             reads.append(name)
             return marked(name)
-        if value is None or isinstance(value, (bool, str)):
+        if value is None or isinstance(value, bool):
             return repr(value)
+        if isinstance(value, str):
+            return str.__repr__(value)  # also of an enumeration
         if isinstance(value, int):
             return repr(int(value))
         if isinstance(value, float):

@@ -6,7 +6,7 @@ each call of a torch function and each launch of a kernel, with the tensors by n
 constants. Their lines are a program without decisions, for calls like the one that was watched.
 
 What cannot be repeated so is refused: values that the host reads, tensors from elsewhere, writes to
-tensors of the caller, memory that nothing is seen to write to.
+tensors of the caller, memory that nothing is seen to write to, modes that an operation sets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from ... import torch_internals as internals
 from ...core.buffer_reuse import any_overlap
+from ...core.op_base.kinds import is_built_in
 from ...runtime.recording import watched
 from ..lines import Text, tuple_text
 from ..plan import Step
 from . import functions
-from .functions import NotRecordableError, memory_of_all, tensors_in
+from .functions import NotRecordableError, Surroundings, memory_of_all, tensors_in
 from .memory import Allocation, Call, Launched, Several, View
 from .names import Names
 from .text import Straight, text_of
@@ -126,7 +127,7 @@ class Recorder(TorchFunctionMode):
         self._theirs: set[int] = set()
         self._given: dict[int, _Given] = {}
         self._unwritten: set[int] = set()
-        self._views: dict[Hashable, str] = {}
+        self._views: dict[Hashable, str] = {}  # by place; by name where a tensor tells the place
         self._numbers = count()
         self._roots = count()
         for name, tensor in given.items():
@@ -139,6 +140,8 @@ class Recorder(TorchFunctionMode):
             else:
                 self.same.append((known.name, name))
         self._first_made = next(self._roots)
+        of_users = any(step is not None and not is_built_in(step.op) for step in steps)
+        self._around = Surroundings(tensors_in(given) if of_users else None)
         with self._noting():
             memory_of_theirs = memory_of_all(theirs)
             for name, tensor in given.items():
@@ -154,8 +157,11 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it, calls and launches of this thread are noted."""
-        with watched(self), self:
-            yield
+        with watched(self):
+            self._around.look()
+            with self:
+                yield
+            self._around.compare()
 
     def name_of(self, tensor: Tensor | None) -> str:
         """How the lines name a result; "None" for None.
@@ -197,6 +203,7 @@ class Recorder(TorchFunctionMode):
         """Raises NotRecordableError if anything that was seen cannot be repeated."""
         if self._refusal is not None:
             raise NotRecordableError(self._refusal)
+        self._around.refuse_changes()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -220,7 +227,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         before = functions.versions_of(given)
+        self._around.compare()
         result = func(*args, **kwargs)
+        self._around.look()
         if self._refusal is None:
             with self._noting():
                 written = functions.written_by(func, args, kwargs)
@@ -241,6 +250,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         with internals.DisableTorchFunction():
             result = function(*args)
+            self._around.look()
         if self._refusal is None:
             with self._noting(), internals.DisableTorchFunction():
                 given = tensors_in(args)
@@ -273,9 +283,7 @@ class Recorder(TorchFunctionMode):
         name = functions.name_of_function(func)
         if name in functions.HOST or name == "__set__":
             raise NotRecordableError(f"{name} is called, which cannot be repeated")
-        by_values = name == "where" and len(args) + len(kwargs) == 1
-        if by_values or (name == "repeat_interleave" and tensors_in((args[1:], kwargs))):
-            raise NotRecordableError("the size of a result depends on values")
+        functions.refuse_values(name, args, kwargs)
         made = tensors_in(result)
         if not made and not written:
             asked = func.__self__.__name__ if name == "__get__" else name
@@ -321,13 +329,13 @@ class Recorder(TorchFunctionMode):
             own = None if known is None or known.name[0] == "t" else known.name
             if own is None and name in functions.PLACE:
                 own = self._name_of_given(t)  # it is a view of that
-            if own is None or _asked_by() in _ASKING:
+            if name not in functions.PLACE and name not in functions.ASKED:
+                raise NotRecordableError(f"{name} of a tensor is asked for")
+            if own is None or functions.asked_by(__name__) in _ASKING:
                 continue  # made on the way, by calls that are repeated
             if name in functions.ASKED:
                 self.answers[own, name] = answer
                 continue
-            if name not in functions.PLACE:
-                raise NotRecordableError(f"{name} of a tensor is asked for")
             if own not in self.places:
                 self.places.append(own)
 
@@ -381,14 +389,16 @@ class Recorder(TorchFunctionMode):
                 self._unwritten.discard(memory)
             root = next(self._roots) if of is None else of.root
             place = root, part.storage_offset(), part.shape, part.stride(), part.dtype
-            known = None if effect or part is not result else self._views.get(place)
+            fixed = of is None or (len(given) == 1 and self._views.keys().isdisjoint(reads))
+            again = fixed and not effect and part is result
+            known = self._views.get(place) if again else None
             if known is not None:  # the same view under a name that it has
                 self._known[id(part)] = _Known(weakref.ref(part), known, root)
                 return
             same = [_find(self._known, t) for t in given if internals.memory_of(t) == memory]
             shares += [other.name for other in same if other is not None]
             name = f"t{next(self._numbers)}"
-            self._views[place] = name
+            self._views[place if fixed else name] = name
             self._known[id(part)] = _Known(weakref.ref(part), name, root)
             results.append(name)
         unpacked = isinstance(result, (tuple, list))
@@ -487,14 +497,3 @@ class Recorder(TorchFunctionMode):
 
 
 _PROPERTIES = ("T", "mT", "H", "mH", "data")
-
-
-def _asked_by() -> tuple[str, str]:
-    """The module and function whose code called the function that is being noted."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if name != __name__ and not name.startswith(("torch", "contextlib")):
-            return name, frame.f_code.co_name
-        frame = frame.f_back
-    return "", ""

@@ -394,10 +394,8 @@ class Specializations:
         """
         if is_batched(dy) or (received and any(map(is_batched, received))) or not is_plain(dy):
             return None
-        if dy.is_cpu:
-            how: Hashable = torch.get_num_threads()
-        else:
-            how = dy.data_ptr() & 15, torch.are_deterministic_algorithms_enabled()
+        where = torch.get_num_threads() if dy.is_cpu else dy.data_ptr() & 15
+        how = where, torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
         autocast = autocast_dtype(dy.device) if any_autocast() else None
         kind: Hashable = keep, dy.stride(), how, autocast
         if received:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ... import gemm_providers
 from ... import torch_internals as internals
 from ...attention import context_parallel
+from ...core.change_tracking import Clock
 from ...core.fusion import Refusal
 from ...core.op_base.kinds import is_built_in
 from ...core.recomputation import computed_again, parts_under_way
@@ -71,6 +72,7 @@ class _Kind:
     Attributes:
         addresses: of the parameters and buffers.
         alike: those with the same and with other addresses.
+        states: of the :class:`Clock`, when it was last looked whether calls are replayed.
     """
 
     addresses: Hashable
@@ -79,6 +81,7 @@ class _Kind:
     captures: int = 0
     captured: list[Captured] = field(default_factory=list)
     refusal: Refusal | None = None
+    states: int = field(default_factory=lambda: Clock.states)
 
 
 class ReplayCall(NamedTuple):
@@ -185,6 +188,9 @@ class Replays:
             return refusal, None
         with lock:
             kind = self._kind(graphs, call, is_auto)
+            if kind.states != Clock.states:  # some forward has set numbers, maybe of these
+                kind.states = Clock.states
+                kind.refusal = kind.refusal or _refusal_of_program(call.program)
             trial = kind.alike.trial
             refusal = kind.refusal or (None if trial is None else trial.refusal)
             if refusal is not None:
@@ -406,6 +412,7 @@ def _modes() -> Hashable:
     """States of the process that decide what is launched."""
     return (
         torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
         internals.attention_settings(),
         internals.product_settings(),
         # Without it collectives are identities.
