@@ -28,6 +28,7 @@ from ..events.kinds import Change, PlanInvalidated
 from ..events.telling import emit
 from ..fuser import OperationFuser
 from ..op import fuser_alone
+from ..runtime.ownership import is_own
 from .module_sequence import Facts, ModuleSequence
 from .plain_modules import assumed_output, is_known
 
@@ -107,8 +108,8 @@ def _is_wrapped(module: nn.Module) -> bool:
     Libraries that set one call the module's own within it.
     """
     cls = type(module)
-    ours = cls.forward.__module__.startswith("opfuser.")
-    return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
+    own = is_own(cls.forward.__module__)
+    return own and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 
 def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> Planned:

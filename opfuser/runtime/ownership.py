@@ -1,0 +1,10 @@
+"""Which code is the library's own."""
+
+from __future__ import annotations
+
+_OWN = f"{__name__.partition('.')[0]}."
+
+
+def is_own(module: object) -> bool:
+    """Whether a module is one of the library's, by its name; None is the name of none."""
+    return isinstance(module, str) and module.startswith(_OWN)
