@@ -21,7 +21,6 @@ from ..core.fusion import Env, Refusal
 from ..op import FusibleOperation
 
 _TO_GEMM = Refusal("CONFLICT", "left to the linear operation that may stand before it")
-_ELSEWHERE = Refusal("IN_PLACE", "the sum must overwrite the extra input")
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class Taker:
     """A kind of kernel that may add a residual; where it leaves that to another, the reason.
 
     Attributes:
-        ordered: where the caller orders the sum in place, as :class:`AddExtraInput` says: nothing
-            is recorded for backward, and the residual comes from no channel.
         on_cpu: on a CPU.
         before_norm: elsewhere, where a norm follows, maybe behind the tap of the sum.
         alone: where there would be nothing but the sum before the norm.
@@ -38,24 +35,10 @@ class Taker:
             they are all that changes anything.
     """
 
-    ordered: Refusal | None = None
     on_cpu: Refusal | None = None
     before_norm: Refusal | None = None
     alone: Refusal | None = None
     by_gemm: tuple[tuple[type[FusibleOperation], ...], ...] = ()
-
-    def refuses_order(self, ops: Sequence[FusibleOperation | None], env: Env) -> Refusal | None:
-        """Why it cannot add, where the caller orders in place what ``ops`` do."""
-        if self.ordered is None or any(env.needs_backward):
-            return None
-        for op in ops:
-            if (
-                isinstance(op, AddExtraInput)
-                and op.in_place
-                and op._extra_input_channels[0] is None
-            ):
-                return self.ordered
-        return None
 
     def refuses(
         self,
@@ -92,26 +75,19 @@ def _begin_with_norm(ops: Sequence[FusibleOperation]) -> bool:
 # A GEMM can start from the residual, and write over it.
 GEMM = Taker(before_norm=Refusal("CONFLICT", "on a GPU the norm after it adds the residual"))
 
-# A factor is part of the gradient GEMMs too, 2A less in backward, which no norm offers.
-SCALED_GEMM = Taker()
-
-# The kernel of a norm, and any below, writes to memory of its own.
-NORM = Taker(ordered=_ELSEWHERE)
-
-# A norm together with the linear behind it: in training alone, where nothing is ordered.
+# A norm together with the linear behind it.
 NORM_AND_GEMM = Taker(
     on_cpu=Refusal("DEVICE", "on a CPU the GEMM before it adds the residual, not the norm")
 )
 
 # A GEMM does these on the way, in both passes, and writes what it would write without them.
-CHAIN = Taker(ordered=_ELSEWHERE, by_gemm=((Bias, AddExtraInput), (ConstantScale, AddExtraInput)))
+CHAIN = Taker(by_gemm=((Bias, AddExtraInput), (ConstantScale, AddExtraInput)))
 
 # A bias alone: 2A moved forward by a GEMM instead of 3A. A factor, with a sum or without: it is
 # part of the gradient GEMMs too, 2A less in backward, and the norm's kernel would save no more than
 # that forward. But not a bias with a sum: in the GEMM or in the norm's kernel it is 4A forward, and
 # 6A where no GEMM can add it, as behind one that is reduced over ranks.
 CHAIN_AND_NORM = Taker(
-    ordered=_ELSEWHERE,
     alone=Refusal("CONFLICT", "left to the fusions of a sum and a norm"),
     by_gemm=((Bias,), (ConstantScale,), (ConstantScale, AddExtraInput)),
 )

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from ..core.buffer_reuse import calls_around
 from ..core.change_tracking import has_hooks, replaces_forward
 from ..core.context import TensorFacts
 from ..core.op_base import BasicOperation, FusedOperation, FusibleOperation
@@ -42,13 +41,7 @@ class Group(NamedTuple):
     """Why it is not fused with its neighbors: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
 
     def __call__(self, x: Any, extras: Sequence[Tensor], kwargs: Kwargs) -> Any:
-        if not extras:
-            return call(self.callee, x, extras, kwargs)
-        calls_around.depth += 1
-        try:
-            return call(self.callee, x, extras, kwargs)
-        finally:
-            calls_around.depth -= 1
+        return call(self.callee, x, extras, kwargs)
 
     def stays_called(self) -> bool:
         """Whether the hook or the forward because of which the module is called is still there."""

@@ -25,7 +25,6 @@ from tests.basic.values import DTYPES
 
 VALUES: dict[str, tuple[BasicOperation, Any]] = {
     "AddExtraInput": (AddExtraInput(), torch.add),
-    "AddExtraInput in place": (AddExtraInput(in_place=True), torch.add),
     "MakeExtraOutput": (MakeExtraOutput(), lambda x: (x * 1, x * 1)),
     "MakeExtraOutput in place": (MakeExtraOutput(in_place=True), lambda x: (x * 1, x * 1)),
     **{f"ConstantScale {c}": (ConstantScale(c), lambda x, c=c: x * c) for c in (0.37, -2, 0.0, 1)},
@@ -65,13 +64,6 @@ def test_a_sum_mixes_dtypes_as_torch_does() -> None:
     dx, dextra = torch.autograd.grad(y.sum(), (x, extra))
     assert (dx.dtype, dextra.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(dextra, torch.ones_like(extra))
-
-
-@torch.no_grad()
-def test_a_sum_may_lie_where_nobody_needs_the_extra_input() -> None:
-    x, extra = torch.randn(2, 3, 4).unbind()
-    expected = x + extra
-    assert torch.equal(AddExtraInput(in_place=True)(x.clone(), extra.clone()), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
