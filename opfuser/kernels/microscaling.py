@@ -78,8 +78,8 @@ def _sizes(x: Tensor, groups: Grouped | None) -> tuple[int, int, int, int]:
     if groups is None:
         padded = cdiv(len(x), BLOCK) * BLOCK
         return padded, padded, 0, len(x)
-    rows, count = count_rows(x, groups.sources), groups.groups
-    return rows, padded_size(rows, count, groups.ends is None), lanes_of(count), rows // count
+    rows, count = count_rows(x, groups), groups.groups
+    return rows, padded_size(rows, groups), lanes_of(count), rows // count
 
 
 def _empty_scales(x: Tensor, rows: int, cols: int, block: int, tail: int = 0) -> Tensor:

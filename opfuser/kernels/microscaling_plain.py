@@ -105,8 +105,8 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def _laid_out(x: Tensor, groups: Grouped | None) -> PaddedRows:
-    count, ends, sources = groups or Grouped(1)
-    return padded_rows(gathered(x, sources), ends, count)
+    groups = groups or Grouped(1)
+    return padded_rows(gathered(x, groups), groups)
 
 
 def _by_rows(laid: PaddedRows, groups: Grouped | None, *padded: Tensor) -> Sequence[Tensor]:
