@@ -165,26 +165,12 @@ def _takes(x: Tensor, *_: Any) -> bool:
     return has_fp8(x)
 
 
-_ends = kernel_or_plain(launch=_launch_ends, plain=group_ends_plain, dtypes=_INTEGERS)
+group_ends = kernel_or_plain(launch=_launch_ends, plain=group_ends_plain, dtypes=_INTEGERS)
 _maxima = kernel_or_plain(launch=_launch_maxima, plain=maxima_plain)
 _by_vectors = kernel_or_plain(launch=_launch_by_vectors, plain=by_vectors_plain, accepts=_takes)
 _by_blocks = kernel_or_plain(
     launch=_launch_by_blocks, plain=by_blocks_in_groups_plain, accepts=_takes
 )
-
-
-def group_ends(sizes: Tensor, rows: int) -> Tensor:
-    """Where groups end, (2, G) in int32: among their rows, and where each is padded.
-
-    Sizes below 0 count as 0, and no group ends behind row ``rows``: whatever the sizes are, kernels
-    stay within their tensors.
-
-    Args:
-        sizes: (G,) integers.
-        rows: R.
-    """
-    ends: Tensor = _ends(sizes, rows)
-    return ends
 
 
 def maxima_of_groups(

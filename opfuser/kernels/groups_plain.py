@@ -21,7 +21,7 @@ from .quantize_plain import (
     encode,
     given_scaling,
     raise_amax,
-    scale_for_plain,
+    scale_for,
 )
 
 
@@ -73,7 +73,15 @@ def gathered(x: Tensor, groups: Grouped) -> Tensor:
 
 
 def group_ends_plain(sizes: Tensor, rows: int) -> Tensor:
-    """As ``groups.group_ends``."""
+    """Where groups end, (2, G) in int32: among their rows, and where each is padded.
+
+    Sizes below 0 count as 0, and no group ends behind row ``rows``: whatever the sizes are, kernels
+    stay within their tensors.
+
+    Args:
+        sizes: (G,) integers.
+        rows: R.
+    """
     own = sizes.to(torch.int32).clamp_min(0)
     total = own.cumsum(0, dtype=torch.int32)
     ends = total.clamp_max(rows)
@@ -159,7 +167,7 @@ def by_vectors_plain(x: Tensor, groups: Grouped, scaling: Any, rows: bool, cols:
     if isinstance(scaling, VectorScaling):
         power = scaling.power_of_two
         amax = maxima_plain(x, groups, rows, cols)
-        of_rows, of_cols = (None if m is None else scale_for_plain(m, dtype, power) for m in amax)
+        of_rows, of_cols = (None if m is None else scale_for(m, dtype, power) for m in amax)
     else:
         scale, _, seen = given_scaling(scaling)
         assert scale is not None
