@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import torch_internals as internals
 from ...core.buffer_reuse import any_overlap
-from ...runtime.recording import watched
+from ...runtime.recording import seen_whole, watched
 from ..lines import Text, tuple_text
 from ..plan import Step
 from . import functions
@@ -230,15 +230,9 @@ class Recorder(TorchFunctionMode):
         return result
 
     def note_whole(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        writes: int | None,
-        flag: int | None,
-        reads: bool,
-        several: Callable[..., Any] | None,
-        each: bool,
+        self, function: Callable[..., Any], args: tuple[Any, ...], how: seen_whole
     ) -> Any:
+        writes, flag, reads, several, each = how
         with internals.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
