@@ -13,7 +13,7 @@ from ..core.context import Contexts, ForwardArguments, ForwardResult
 from ..core.fusion import Fusion, Optional
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist, linear_sum
-from ._residual_sum import GEMM
+from ._residual_sum import left_to_norm
 
 
 class ForwardLinearBiasAdd(FusedOperation):
@@ -65,9 +65,7 @@ FUSION = Fusion(
     name="forward_linear_bias_add",
     stage="forward",
     pattern=(LINEARS, Optional(*BIASES), AddExtraInput),
-    refuses=lambda linear, _, add, env, behind: (
-        forward_refusal(linear) or GEMM.refuses((add,), env, behind=behind)
-    ),
+    refuses=lambda linear, *_, env, behind: forward_refusal(linear) or left_to_norm(env, behind),
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
 )
 # A static method of te.ops, which code of users calls.
