@@ -11,7 +11,8 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -175,7 +176,8 @@ def leave(holder: Any, name: str, value: Hashable) -> None:
         watching.watcher.note_setting(holder, name, value)
 
 
-class seen_whole(NamedTuple):  # noqa: N801 - reads as the decorator that it is
+@dataclass(frozen=True)
+class seen_whole:  # noqa: N801 - reads as the decorator that it is
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
     Attributes:
