@@ -29,7 +29,7 @@ from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import is_hooked
-from ..runtime.ownership import is_own
+from ..runtime import is_own
 from ..runtime.tracing import transforms_active
 from .caches import WithoutGradients
 from .compiled import CompiledCalls, traced_call

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_internals as internals
-from ..runtime.ownership import is_own
+from ..runtime import is_own
 
 
 class Clock:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ..runtime.ownership import is_own
+from ..runtime import is_own
 from ..torch_internals import (
     all_saved_tensors_hooks,
     graph_task,

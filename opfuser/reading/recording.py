@@ -27,7 +27,7 @@ from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
 from .. import torch_internals as internals
-from ..runtime.ownership import is_own
+from ..runtime import is_own
 from .arguments import is_number
 from .observed import Observed, attributes_of
 from .reads import MISSING, SLOTS, is_of_python, is_scalar

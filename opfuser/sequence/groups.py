@@ -27,7 +27,7 @@ from ..events.kinds import Change, PlanInvalidated
 from ..events.telling import emit
 from ..fuser import OperationFuser
 from ..op import fuser_alone
-from ..runtime.ownership import is_own
+from ..runtime import is_own
 from .module_sequence import Facts, ModuleSequence
 from .plain_modules import assumed_output, is_known
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...runtime.ownership import is_own
+from ...runtime import is_own
 from ..change_tracking import has_hooks, is_compiled, replaces_forward
 from .fused import FusedOperation
 from .fusible import FusibleOperation

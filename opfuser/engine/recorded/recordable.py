@@ -16,7 +16,7 @@ from ...core.context import OperationContext
 from ...core.op_base.kinds import is_built_in
 from ...events import telling
 from ...quantization.watch import is_watched
-from ...runtime.ownership import is_own
+from ...runtime import is_own
 from ..emission import step_name
 from .functions import NotRecordableError
 from .guards import is_plain

@@ -22,7 +22,7 @@ from ...errors import OpfuserError
 from ...explain.reasons import rules_of
 from ...integrations.conversion import from_torch
 from ...registry import disable, enable, registry
-from ...runtime.ownership import is_own
+from ...runtime import is_own
 from ...sequence.plain_modules import replacement
 from ...sequential import Sequential
 from ..observing import SequenceCall

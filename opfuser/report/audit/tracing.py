@@ -17,7 +17,7 @@ from ...applying import is_computed
 from ...applying.deferred import Deferred
 from ...engine.recorded.functions import is_in_place, tensors_in
 from ...op import FusibleOperation
-from ...runtime.ownership import is_own
+from ...runtime import is_own
 from ...sequence.plain_modules import replacement
 from ...sequential import Sequential
 from ...torch_internals import memory_of
