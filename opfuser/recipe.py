@@ -428,11 +428,12 @@ class NVFP4BlockScaling(Recipe):
     rounded to E2M1. The scheme of NVIDIA, "Pretraining Large Language Models with NVFP4",
     arXiv:2509.25149, with its three measures against the loss of precision:
 
-    - blocks of 16 x 16 of a weight share a scale, so that forward and dgrad read the same weight; -
-    gradients of outputs are rounded stochastically: up with the probability that leaves the
-    expectation exact, by 16 random bits from a seed of the device's generator; - both operands of
-    wgrad are multiplied by an orthogonal 16 x 16 Hadamard matrix with fixed random signs along the
-    dimension that it sums over, which spreads outliers and does not change the product.
+    - blocks of 16 x 16 of a weight share a scale, so that forward and dgrad read the same weight;
+    - gradients of outputs are rounded stochastically: up with the probability that leaves the
+      expectation exact, by 16 random bits from a seed of the device's generator;
+    - both operands of wgrad are multiplied by an orthogonal 16 x 16 Hadamard matrix with fixed
+      random signs along the dimension that it sums over, which spreads outliers and does not change
+      the product.
 
     A tensor is read twice, for its amax and then for its codes. For transformed tensors, g comes
     from ``4 amax``, an upper bound after the transform, and not, as in Transformer Engine, from the

@@ -268,8 +268,6 @@ use_count: Callable[[Tensor], int] = _find("torch:Tensor._use_count", lambda t: 
 storage_use_count: Callable[[int], int] = _find(
     "torch:_C._storage_Use_Count", lambda a: next(_more)
 )
-# Whether elements of one tensor share memory; 0: no. Instead: they may.
-internal_overlap: Callable[[Tensor], int] = _find("torch:_debug_has_internal_overlap", lambda t: 1)
 # Whether autograd takes a tensor for a view.
 is_view: Callable[[Tensor], bool] = _find("torch:Tensor._is_view", lambda t: t._base is not None)
 # A tensor without contents.

@@ -1,7 +1,6 @@
 """A residual sum behind a GEMM: after it, from a copy of the residual, or over the residual.
 
-Device time without gradients. ``opfuser`` must not write to the residual; ``opfuser, in_place``
-may.
+Device time without gradients. ``opfuser`` does not write to a residual that the caller holds.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ Sum = Callable[[Tensor, Tensor], object]
 
 
 def contestants(linear: nn.Module) -> dict[str, Sum]:
-    """Functions of input and residual by name; the last two overwrite the residual."""
+    """Functions of input and residual by name; the last one overwrites the residual."""
     w, b = linear.weight, linear.bias
     return {
         "opfuser": opfuser.Sequential(linear, opfuser.AddExtraInput()),
         "torch": lambda x, z: F.linear(x, w, b) + z,
         "bare GEMMs": lambda x, z: F.linear(x, w, b),
         "from a copy": lambda x, z: torch.addmm(z if b is None else z + b, x, w.t()),
-        "opfuser, in_place": opfuser.Sequential(linear, opfuser.AddExtraInput(in_place=True)),
         "over the residual": lambda x, z: (z if b is None else z.add_(b)).addmm_(x, w.t()),
     }
 

@@ -75,7 +75,7 @@ def apply(
             is applied.
     """
     _check(model)
-    call = None if example is None else _bound(model, example)
+    call = None if example is None else bound_example(model, example, "opfuser.apply", "model")
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         for module in model.modules():  # scales stay
@@ -159,11 +159,18 @@ def _check(model: object) -> None:
         )
 
 
-def _bound(model: nn.Module, example: Any) -> inspect.BoundArguments:
-    """The arguments of an example.
+def bound_example(
+    module: nn.Module, example: Any, where: str, called: str = "module"
+) -> inspect.BoundArguments:
+    """The arguments of an example: a tensor, or positional ones, or keywords.
+
+    Args:
+        module: of which it is a call.
+        example: as users give it.
+        where, called: the function that takes it, and the module in its errors.
 
     Raises:
-        ArgumentTypeError: the model's forward takes no such arguments.
+        ArgumentTypeError: the forward takes no such arguments.
     """
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -171,14 +178,15 @@ def _bound(model: nn.Module, example: Any) -> inspect.BoundArguments:
         kwargs = dict(example)
     else:
         args = (example,) if isinstance(example, Tensor) else tuple(example)
+    signature = inspect.signature(module.forward)
     try:
-        return inspect.signature(model.forward).bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ArgumentTypeError.explained(
-            "An example has the arguments of one call of the model",
-            where="opfuser.apply",
+            f"An example has the arguments of one call of the {called}",
+            where=where,
             received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
-            remedy=f"The forward takes {inspect.signature(model.forward)}",
+            remedy=f"The forward takes {signature}",
         ) from None
 
 

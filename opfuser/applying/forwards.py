@@ -29,6 +29,7 @@ from ..reading.call_key import autocast_dtypes
 from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import is_hooked
+from ..runtime import is_own
 from ..runtime.tracing import transforms_active
 from .caches import WithoutGradients
 from .compiled import CompiledCalls, traced_call
@@ -341,7 +342,7 @@ def _reason_outside() -> str:
     for number in range(internals.function_modes()):
         mode = type(internals.function_mode_at(number))
         # Those of opfuser, such as that of the audit, are told of what sequences do.
-        if mode is not internals.DeviceContext and not mode.__module__.startswith("opfuser."):
+        if mode is not internals.DeviceContext and not is_own(mode.__module__):
             return "a TorchFunctionMode is on"
     if internals.in_forward_mode():
         return "forward-mode derivatives are computed"

@@ -6,7 +6,7 @@ from numbers import Real
 
 from torch import Tensor
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 
 
 def real_number(value: object, name: str, where: str, remedy: str = "") -> float:
@@ -27,3 +27,13 @@ def real_number(value: object, name: str, where: str, remedy: str = "") -> float
         received="a tensor" if isinstance(value, Tensor) else repr(value),
         remedy=remedy,
     )
+
+
+def check_sizes(where: str, **sizes: int) -> None:
+    """Raises ArgumentError if one of the sizes of an operation's table is negative."""
+    if min(sizes.values()) < 0:
+        raise ArgumentError.explained(
+            "Sizes must not be negative",
+            where=where,
+            received=", ".join(f"{name}={size}" for name, size in sizes.items()),
+        )

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..core.context import BackwardResult, Contexts, Extras, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError
+from ..errors import InputError
 from ..op import BasicOperation
 from ._dtypes import check_parameter_dtype
+from ._numbers import check_sizes
 
 
 class AddEmbedding(BasicOperation):
@@ -58,12 +59,7 @@ class AddEmbedding(BasicOperation):
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype, "AddEmbedding")
-        if num_embeddings < 0 or embedding_dim < 0:
-            raise ArgumentError.explained(
-                "Sizes must not be negative",
-                where="AddEmbedding",
-                received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
-            )
+        check_sizes("AddEmbedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.weight = nn.Parameter(

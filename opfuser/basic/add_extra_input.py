@@ -20,11 +20,9 @@ class AddExtraInput(BasicOperation):
     promotes the two. Both inputs have the gradient of the output.
 
     Args:
-        in_place: write the sum to an extra input that the caller passes, and return that tensor.
-            This happens if nothing is recorded for backward or recomputed by a checkpoint, no other
-            tensor of the call shares its memory, it has the dtype of the sum, and no module
-            separates the sequence into groups. Otherwise, for a channel, and by default, the sum is
-            a new tensor.
+        in_place: accepted as in te.ops, where it permits writing the sum to the extra input. It has
+            no effect: with or without it, only an extra input that nothing else refers to is
+            overwritten, by a GEMM before the sum.
 
     Raises:
         InputError: in forward, if the two shapes differ. Nothing is broadcast.
@@ -46,14 +44,7 @@ class AddExtraInput(BasicOperation):
     ) -> ForwardResult:
         extra = given["basic_op_extra_inputs"][0][0]
         assert extra is not None
-        if basic_op_ctxs[0].may_overwrite and self._fits(input_, extra):
-            return extra.add_(input_), [()]
         return self.reference(input_, extra), [()]
-
-    def _fits(self, input_: Tensor, extra: Tensor) -> bool:
-        """Whether the sum has the shape and dtype of the extra input."""
-        dtype = torch.promote_types(input_.dtype, extra.dtype)
-        return extra.dtype == dtype and extra.shape == input_.shape
 
     def fuser_backward(
         self, basic_op_ctxs: Contexts, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras

@@ -19,6 +19,7 @@ from ..distributed.collectives import (
 )
 from ..errors import ArgumentError, InputError
 from ..op import BasicOperation, Dtypes, OperationContext, OperationGrads
+from ._numbers import check_sizes
 
 
 class Embedding(BasicOperation):
@@ -80,12 +81,7 @@ class Embedding(BasicOperation):
         sequence_dim: int = 0,
     ) -> None:
         super().__init__()
-        if num_embeddings < 0 or embedding_dim < 0:
-            raise ArgumentError.explained(
-                "Sizes must not be negative",
-                where="Embedding",
-                received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
-            )
+        check_sizes("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if sequence_parallel and not tensor_parallel:
             raise ArgumentError.explained(
                 "sequence_parallel needs tensor_parallel",

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.context_parallel import refuse_counted_positions
-from ..errors import ArgumentError, InputError
+from ..errors import InputError
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._dtypes import check_parameter_dtype
+from ._numbers import check_sizes
 
 
 class PositionEmbedding(BasicOperation):
@@ -58,12 +59,7 @@ class PositionEmbedding(BasicOperation):
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype, "PositionEmbedding")
-        if num_positions < 0 or embedding_dim < 0:
-            raise ArgumentError.explained(
-                "Sizes must not be negative",
-                where="PositionEmbedding",
-                received=f"num_positions={num_positions}, embedding_dim={embedding_dim}",
-            )
+        check_sizes("PositionEmbedding", num_positions=num_positions, embedding_dim=embedding_dim)
         self.num_positions = num_positions
         self.embedding_dim = embedding_dim
         self.weight = nn.Parameter(

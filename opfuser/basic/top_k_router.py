@@ -48,13 +48,15 @@ class TopKRouter(BasicOperation):
     Shapes: logits ``(..., E)``; weights, the output, ``(..., k)``; their dtype is fp32 (fp64 for
     fp64 logits), as is that of all arithmetic. Extra outputs, in order:
 
-    - the experts' indices ``(..., k)``, int64, by decreasing score; - the tokens of each expert
-    ``(E,)``, int64; - with ``aux_loss`` the load-balancing loss, 0-d: ``E Σ_e f_e P_e`` of the T
-    tokens, where ``f_e`` is the number of tokens of expert e over T and ``P_e`` the mean of its
-    scores, which for σ are divided by their sum over the experts. It is k if all experts get
-    equally many tokens; - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d; - with
-    ``balance_terms`` the ``f_e``, which have no gradient, and the ``P_e``, (2, E):
-    :class:`opfuser.LoadBalancingLoss` computes one loss from those of several routers.
+    - the experts' indices ``(..., k)``, int64, by decreasing score;
+    - the tokens of each expert ``(E,)``, int64;
+    - with ``aux_loss`` the load-balancing loss, 0-d: ``E Σ_e f_e P_e`` of the T tokens, where
+      ``f_e`` is the number of tokens of expert e over T and ``P_e`` the mean of its scores, which
+      for σ are divided by their sum over the experts. It is k if all experts get equally many
+      tokens;
+    - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d;
+    - with ``balance_terms`` the ``f_e``, which have no gradient, and the ``P_e``, (2, E):
+      :class:`opfuser.LoadBalancingLoss` computes one loss from those of several routers.
 
     The losses have gradients and no coefficients: a training loss adds ``c * loss``. Without tokens
     they are 0.

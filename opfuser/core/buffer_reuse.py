@@ -9,17 +9,15 @@ overwriting it goes unseen.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import torch_internals as internals
 from ..runtime.recording import watching
 from ..runtime.tracing import functional
-from ..torch_internals import internal_overlap, storage_address, storage_use_count, use_count
-from .recomputation import parts_under_way
+from ..torch_internals import storage_address, storage_use_count, use_count
 
 
 def references(memories: Sequence[int]) -> list[int]:
@@ -75,34 +73,6 @@ def shares_nothing(view: Tensor) -> bool:
         return _counts(base, 0) == _WITH_ONE_VIEW
     except NotImplementedError:  # as above
         return False
-
-
-class _CallsAround(threading.local):
-    """Calls under way on this thread that have passed extra inputs on, and may read them again."""
-
-    depth = 0
-
-
-calls_around = _CallsAround()
-
-
-def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether an extra input can be overwritten in place without changing any of ``others``.
-
-    Nor what another group of a Sequential, its caller, or a checkpoint reads later.
-    """
-    if functional():
-        return False
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
-        return False
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return False
-    if internal_overlap(tensor) != 0:
-        return False
-    memory = tensor.untyped_storage().data_ptr()
-    if any(other.untyped_storage().data_ptr() == memory for other in others):
-        return False
-    return not calls_around.depth and not parts_under_way()
 
 
 def is_batched(grad: Tensor | None) -> bool:

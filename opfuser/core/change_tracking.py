@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_internals as internals
+from ..runtime import is_own
 
 
 class Clock:
@@ -212,7 +213,8 @@ def _may_be_swapped(module: nn.Module, old: Tensor, new: Tensor) -> bool:
         and old.itemsize > 1
         and new.itemsize > 1
         and all(
-            cls.__module__.startswith(("opfuser.", "torch.", "builtins"))
+            is_own(cls.__module__)
+            or cls.__module__.startswith(("torch.", "builtins"))
             or vars(cls).keys().isdisjoint(_SEES_PARAMETERS)
             for cls in type(module).__mro__
         )

@@ -126,9 +126,6 @@ class OperationContext:
             None for an operation that has none.
         grad_input_quantizer: in backward, the quantizer of the gradient of the input; None if a
             plain tensor is expected.
-        may_overwrite: whether an operation with ``in_place`` may overwrite its first extra input:
-            the caller passed it, nothing is recorded for backward, and no other tensor of the call
-            shares its memory.
         traced: whether torch.compile or torch.export traces the call, which then neither reads nor
             fills any cache.
     """
@@ -138,7 +135,6 @@ class OperationContext:
     saved_tensors: tuple[Any, ...] = _NothingSaved()
     to_save: tuple[Tensor | None, ...] | None = None
     settings: Any = None
-    may_overwrite: bool = False
     traced: bool = False
     grad_input_quantizer: Any | None = None
 

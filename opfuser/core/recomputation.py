@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import FunctionCtx
 
+from ..runtime import is_own
 from ..torch_internals import (
     all_saved_tensors_hooks,
     graph_task,
@@ -117,16 +118,9 @@ def _functions() -> Iterator[Part]:
         code = frame.f_code
         if code.co_name in _PASSES and code.co_argcount and code.co_varnames[0] != "self":
             context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, FunctionCtx) and not _is_ours(frame.f_globals):
+            if isinstance(context, FunctionCtx) and not is_own(frame.f_globals.get("__name__")):
                 yield Part(context, again=code.co_name == "backward", time=graph_task())
         frame = frame.f_back
 
 
 _PASSES = frozenset({"forward", "backward"})
-
-
-def _is_ours(names: dict[str, Any]) -> bool:
-    return str(names.get("__name__")).startswith(_OURS)
-
-
-_OURS = "opfuser."

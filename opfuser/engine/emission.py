@@ -159,8 +159,6 @@ class _Forward:
                     tuple_text([f"e{n}" for n in range(len(layout.routing.inputs))])
                     + " = extra_inputs"
                 )
-                if any(map(self.overwritable, layout.plan.forward)):
-                    lines("given_x = x")
             for number, step in enumerate(layout.plan.forward):
                 first = step.indices[0]
                 with _lines_of(lines, layout, self.emission, step, "forward"):
@@ -205,8 +203,6 @@ class _Forward:
         lines, layout, op = self.lines, self.layout, self.lines.operation(step)
         routing, own = layout.routing, set(step.indices)
         contexts = list(map(self.context, step.indices))
-        for i, at in self.overwritable(step):
-            self.permit_overwriting(i, at)
         given = self.extra_inputs(step)
         done = [slot for slot, last in self.last_reader.items() if last == number]
         freed = [slot for slot in done if slot in self.made]
@@ -273,23 +269,6 @@ class _Forward:
         if isinstance(source, int):
             return f"e{source}"
         return f"{self.lines.helper(steps.asking)}({_extra(source)})" if asks else _extra(source)
-
-    def overwritable(self, step: Step) -> list[tuple[int, int]]:
-        """Operations with ``in_place``, and the argument that is their extra input."""
-        if self.taped or self.emission.traced:
-            return []
-        ops, sources = self.layout.plan.basic_ops, self.layout.routing.sources
-        first = [(i, sources[i][0]) for i in step.indices if sources[i]]
-        return [(i, at) for i, at in first if isinstance(at, int) and hasattr(ops[i], "in_place")]
-
-    def permit_overwriting(self, i: int, at: int) -> None:
-        """A line by which an operation may overwrite its extra input."""
-        lines = self.lines
-        extras = [f"e{n}" for n in range(len(self.layout.routing.inputs)) if n != at]
-        others = tuple_text(["given_x", "x", *map(_extra, self.made), *extras])
-        op = lines.bind(f"op{i}", self.layout.plan.basic_ops[i])
-        asked = f"{lines.helper(steps.may_overwrite)}({op}, e{at}, {others})"
-        lines(f"c{i}.may_overwrite = {asked}")
 
     def results(self, step: Step, own: set[int]) -> steps.ForwardResults:
         routing = self.layout.routing

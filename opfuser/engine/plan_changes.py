@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..core import change_tracking
 from ..core.op_base import BasicOperation, FusibleOperation
 from ..events.kinds import Change, PlanInvalidated
 from ..recipe import Recipe
@@ -177,7 +178,7 @@ def _text(value: Any) -> str:
     """A value of a key in at most 60 characters, without what differs between processes."""
     if isinstance(value, type):
         return value.__name__
-    if type(value).__module__.startswith("opfuser.core.change_tracking"):
+    if type(value).__module__ == change_tracking.__name__:
         return "an object"
     is_row = type(value) in (tuple, list)
     text = f"({', '.join(map(_text, value))})" if is_row else str(value)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.buffer_reuse import only_memory
 from ..core.context import OperationContext
 from ..core.op_base.results import (
     backward_parts,
@@ -44,11 +43,6 @@ def asking(y: Tensor) -> Tensor:
 def unless_watched(quantizer: Quantizer) -> Quantizer | None:
     """None where codes are told of: who multiplies by them makes them."""
     return None if is_watched() else quantizer
-
-
-def may_overwrite(op: Any, extra_input: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether an operation with ``in_place`` may overwrite its extra input, the caller's."""
-    return bool(op.in_place) and only_memory(extra_input, others)
 
 
 class ForwardResults(NamedTuple):

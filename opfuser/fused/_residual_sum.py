@@ -9,7 +9,6 @@ as for the sum. So on a GPU a norm goes before a GEMM, and on a CPU the GEMM bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.bias import Bias
@@ -20,98 +19,48 @@ from ..basic.rms_norm import RMSNorm
 from ..core.fusion import Env, Refusal
 from ..op import FusibleOperation
 
-_TO_GEMM = Refusal("CONFLICT", "left to the linear operation that may stand before it")
-_ELSEWHERE = Refusal("IN_PLACE", "the sum must overwrite the extra input")
+Kinds = Sequence[type[FusibleOperation]]
 
 
-@dataclass(frozen=True)
-class Taker:
-    """A kind of kernel that may add a residual; where it leaves that to another, the reason.
-
-    Attributes:
-        ordered: where the caller orders the sum in place, as :class:`AddExtraInput` says: nothing
-            is recorded for backward, and the residual comes from no channel.
-        on_cpu: on a CPU.
-        before_norm: elsewhere, where a norm follows, maybe behind the tap of the sum.
-        alone: where there would be nothing but the sum before the norm.
-        by_gemm: operations that it leaves to the linear operation that may stand before them, if
-            they are all that changes anything.
-    """
-
-    ordered: Refusal | None = None
-    on_cpu: Refusal | None = None
-    before_norm: Refusal | None = None
-    alone: Refusal | None = None
-    by_gemm: tuple[tuple[type[FusibleOperation], ...], ...] = ()
-
-    def refuses_order(self, ops: Sequence[FusibleOperation | None], env: Env) -> Refusal | None:
-        """Why it cannot add, where the caller orders in place what ``ops`` do."""
-        if self.ordered is None or any(env.needs_backward):
-            return None
-        for op in ops:
-            if (
-                isinstance(op, AddExtraInput)
-                and op.in_place
-                and op._extra_input_channels[0] is None
-            ):
-                return self.ordered
+def left_to_norm(env: Env, behind: Sequence[FusibleOperation]) -> Refusal | None:
+    """Why a GEMM leaves the sum after it to the norm behind, maybe beyond the tap of the sum."""
+    if env.device.type == "cpu":
         return None
-
-    def refuses(
-        self,
-        ops: Sequence[FusibleOperation | None],
-        env: Env,
-        *,
-        behind: Sequence[FusibleOperation] = (),
-        changing: Sequence[type[FusibleOperation]] = (),
-    ) -> Refusal | None:
-        """Why it leaves ``ops`` to another.
-
-        Args:
-            ops: the operations that it would take, None for those that are absent.
-            behind: what follows them.
-            changing: the classes of those that change anything.
-        """
-        if any(isinstance(op, AddExtraInput) for op in ops):
-            if env.device.type == "cpu":
-                no = self.on_cpu
-            else:
-                no = self.before_norm if _begin_with_norm(behind) else None
-            no = no or (self.alone if len(ops) == 1 else None)
-            if no is not None:
-                return no
-        return _TO_GEMM if tuple(changing) in self.by_gemm else None
+    if behind and isinstance(behind[0], MakeExtraOutput):
+        behind = behind[1:]
+    if behind and type(behind[0]) in (RMSNorm, LayerNorm):
+        return Refusal("CONFLICT", "on a GPU the norm after it adds the residual")
+    return None
 
 
-def _begin_with_norm(ops: Sequence[FusibleOperation]) -> bool:
-    if ops and isinstance(ops[0], MakeExtraOutput):
-        ops = ops[1:]
-    return bool(ops) and type(ops[0]) in (RMSNorm, LayerNorm)
+def left_to_gemm(add: AddExtraInput | None, env: Env) -> Refusal | None:
+    """Why a norm that is joined with the linear operation behind it leaves the sum to a GEMM."""
+    if add is not None and env.device.type == "cpu":
+        return Refusal("DEVICE", "on a CPU the GEMM before it adds the residual, not the norm")
+    return None
 
 
-# A GEMM can start from the residual, and write over it.
-GEMM = Taker(before_norm=Refusal("CONFLICT", "on a GPU the norm after it adds the residual"))
+def chain_refusal(kinds: Kinds) -> Refusal | None:
+    """Why a chain leaves operations to the linear operation that may stand before them.
 
-# A factor is part of the gradient GEMMs too, 2A less in backward, which no norm offers.
-SCALED_GEMM = Taker()
+    A GEMM does these on the way, in both passes, and writes what it would write without them.
+    """
+    by_gemm = (Bias, AddExtraInput), (ConstantScale, AddExtraInput)
+    return _TO_LINEAR if tuple(kinds) in by_gemm else None
 
-# The kernel of a norm, and any below, writes to memory of its own.
-NORM = Taker(ordered=_ELSEWHERE)
 
-# A norm together with the linear behind it: in training alone, where nothing is ordered.
-NORM_AND_GEMM = Taker(
-    on_cpu=Refusal("DEVICE", "on a CPU the GEMM before it adds the residual, not the norm")
-)
+def chain_and_norm_refusal(ops: Sequence[FusibleOperation], kinds: Kinds) -> Refusal | None:
+    """Why a chain before a norm leaves ``ops`` to others; ``kinds`` are those that change anything.
 
-# A GEMM does these on the way, in both passes, and writes what it would write without them.
-CHAIN = Taker(ordered=_ELSEWHERE, by_gemm=((Bias, AddExtraInput), (ConstantScale, AddExtraInput)))
+    A bias alone: 2A moved forward by a GEMM instead of 3A. A factor, with a sum or without: it is
+    part of the gradient GEMMs too, 2A less in backward, and the norm's kernel would save no more
+    than that forward. But not a bias with a sum: in the GEMM or in the norm's kernel it is 4A
+    forward, and 6A where no GEMM can add it, as behind one that is reduced over ranks.
+    """
+    if len(ops) == 1 and isinstance(ops[0], AddExtraInput):
+        return Refusal("CONFLICT", "left to the fusions of a sum and a norm")
+    by_gemm = (Bias,), (ConstantScale,), (ConstantScale, AddExtraInput)
+    return _TO_LINEAR if tuple(kinds) in by_gemm else None
 
-# A bias alone: 2A moved forward by a GEMM instead of 3A. A factor, with a sum or without: it is
-# part of the gradient GEMMs too, 2A less in backward, and the norm's kernel would save no more than
-# that forward. But not a bias with a sum: in the GEMM or in the norm's kernel it is 4A forward, and
-# 6A where no GEMM can add it, as behind one that is reduced over ranks.
-CHAIN_AND_NORM = Taker(
-    ordered=_ELSEWHERE,
-    alone=Refusal("CONFLICT", "left to the fusions of a sum and a norm"),
-    by_gemm=((Bias,), (ConstantScale,), (ConstantScale, AddExtraInput)),
-)
+
+_TO_LINEAR = Refusal("CONFLICT", "left to the linear operation that may stand before it")

@@ -10,7 +10,7 @@ from ..basic.bias import Bias
 from ..core.fusion import Env, Fusion, Optional, Refusal
 from ..op import FusibleOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
-from ._residual_sum import GEMM
+from ._residual_sum import left_to_norm
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import refuse
 from .parts.pipeline import Pipeline
@@ -84,12 +84,12 @@ FUSION = Fusion(
 
 
 def _refuses_sum(*ops: Any, env: Env, behind: Sequence[FusibleOperation]) -> Refusal | None:
-    _, _, linear, _, add = ops
+    linear = ops[2]
     no = _refuses(*ops, env=env)
     if no is None and env.recipe is not None and linear.quantized_refusal(env) is None:
         # Left to the norm behind it, the sum takes two passes over memory less.
         return Refusal("CONFLICT", "no GEMM of fp8 codes adds its result to a tensor")
-    return no or GEMM.refuses((add,), env, behind=behind)
+    return no or left_to_norm(env, behind)
 
 
 FUSION_WITH_SUM = Fusion(

@@ -11,9 +11,8 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import Norm
 from ..basic.rms_norm import RMSNorm
 from ..core.context import Contexts, ForwardArguments, ForwardResult
-from ..core.fusion import Env, Fusion, Optional, Refusal
-from ..op import FusedOperation, FusibleOperation
-from ._residual_sum import NORM
+from ..core.fusion import Fusion, Optional
+from ..op import FusedOperation
 from .parts.norm import NormPart
 
 
@@ -80,15 +79,10 @@ class ForwardAddLayerNorm(ForwardAddNorm):
         super().__init__(add, make_extra, layernorm)
 
 
-def _refuses(*ops: FusibleOperation | None, env: Env) -> Refusal | None:
-    return NORM.refuses_order(ops, env)
-
-
 FUSION_OF_RMS_NORM = Fusion(
     name="forward_add_rms_norm",
     stage="forward",
     pattern=(AddExtraInput, Optional(MakeExtraOutput), RMSNorm),
-    refuses=_refuses,
     build=lambda add, make_extra, rmsnorm: ForwardAddRMSNorm(
         add=add, make_extra=make_extra, rmsnorm=rmsnorm
     ),
@@ -98,7 +92,6 @@ FUSION_OF_LAYER_NORM = Fusion(
     name="forward_add_layer_norm",
     stage="forward",
     pattern=(AddExtraInput, Optional(MakeExtraOutput), LayerNorm),
-    refuses=_refuses,
     build=lambda add, make_extra, layernorm: ForwardAddLayerNorm(
         add=add, make_extra=make_extra, layernorm=layernorm
     ),

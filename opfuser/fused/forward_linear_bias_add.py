@@ -13,15 +13,15 @@ from ..core.context import Contexts, ForwardArguments, ForwardResult
 from ..core.fusion import Fusion, Optional
 from ..op import FusedOperation
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist, linear_sum
-from ._residual_sum import GEMM
+from ._residual_sum import left_to_norm
 
 
 class ForwardLinearBiasAdd(FusedOperation):
     r"""Forward of BasicLinear, Bias and AddExtraInput: :math:`y = z + x W^T + b`.
 
-    z is the extra input, of the shape of y. It is overwritten if nothing else refers to it, or if
-    ``in_place`` of the sum is set. If its dtype differs from the GEMM's, as with a residual in fp32
-    under autocast, the sum is a separate pass, in the dtype to which torch promotes.
+    z is the extra input, of the shape of y. It is overwritten if nothing else refers to it. If its
+    dtype differs from the GEMM's, as with a residual in fp32 under autocast, the sum is a separate
+    pass, in the dtype to which torch promotes.
 
     Saves the same as BasicLinear. For A elements of output, 2A less traffic than a GEMM with bias
     and a separate sum if z is overwritten. Otherwise the traffic is the same without a bias,
@@ -52,7 +52,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         linear, bias, add = self._parts
-        ours = basic_op_ctxs[-1].may_overwrite or only_reference(given["basic_op_extra_inputs"][-1])
+        ours = only_reference(given["basic_op_extra_inputs"][-1])
         (z,) = given["basic_op_extra_inputs"][-1]
         assert z is not None
         x, w = linear.operands(basic_op_ctxs[0], input_)
@@ -65,9 +65,7 @@ FUSION = Fusion(
     name="forward_linear_bias_add",
     stage="forward",
     pattern=(LINEARS, Optional(*BIASES), AddExtraInput),
-    refuses=lambda linear, _, add, env, behind: (
-        forward_refusal(linear) or GEMM.refuses((add,), env, behind=behind)
-    ),
+    refuses=lambda linear, *_, env, behind: forward_refusal(linear) or left_to_norm(env, behind),
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
 )
 # A static method of te.ops, which code of users calls.

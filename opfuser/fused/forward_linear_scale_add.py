@@ -14,16 +14,14 @@ from ..core.context import Contexts, ForwardArguments, ForwardResult
 from ..core.fusion import Fusion
 from ..op import FusedOperation
 from ._linear import LINEARS, AnyLinear, forward_refusal, insist, linear_sum
-from ._residual_sum import SCALED_GEMM
 
 
 class ForwardLinearScaleAdd(FusedOperation):
     r"""Forward of BasicLinear, ConstantScale and AddExtraInput: :math:`y = z + s\, x W^T`.
 
     The sum with a low-rank branch (Hu et al., LoRA, arXiv:2106.09685). z is the extra input, of the
-    shape of y; it is overwritten if nothing else refers to it, or if ``in_place`` of the sum is
-    set. If its dtype differs from the GEMM's, the three steps run separately, and the sum has the
-    dtype to which torch promotes.
+    shape of y; it is overwritten if nothing else refers to it. If its dtype differs from the
+    GEMM's, the three steps run separately, and the sum has the dtype to which torch promotes.
 
     Saves the same as BasicLinear. For A elements of output, 2A less traffic than the separate
     operations, 4A less if z is overwritten, and two roundings less.
@@ -51,7 +49,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         linear, scale, add = self._parts
-        ours = basic_op_ctxs[2].may_overwrite or only_reference(given["basic_op_extra_inputs"][2])
+        ours = only_reference(given["basic_op_extra_inputs"][2])
         (z,) = given["basic_op_extra_inputs"][2]
         assert z is not None
         x, w = linear.operands(basic_op_ctxs[0], input_)
@@ -64,9 +62,8 @@ FUSION = Fusion(
     name="forward_linear_scale_add",
     stage="forward",
     pattern=(LINEARS, ConstantScale, AddExtraInput),
-    refuses=lambda linear, _, add, env, behind: (
-        forward_refusal(linear) or SCALED_GEMM.refuses((add,), env, behind=behind)
-    ),
+    # Also where a norm follows: a factor is part of the gradient GEMMs too, 2A less in backward.
+    refuses=lambda linear, *_, env: forward_refusal(linear),
     build=lambda linear, scale, add: ForwardLinearScaleAdd(linear=linear, scale=scale, add=add),
 )
 # A static method of te.ops, which code of users calls.

@@ -8,7 +8,7 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..core.fusion import Env, Fusion, Optional, Refusal
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, insist
-from ._residual_sum import NORM_AND_GEMM
+from ._residual_sum import left_to_gemm
 from .parts.linear import refuse
 from .parts.norm import NormPart
 from .parts.part import Part
@@ -91,7 +91,7 @@ def _refuses(
         no = _run_refusal(add, make_extra)
         if no is not None:
             return no
-    return NORM_AND_GEMM.refuses((add,), env) or refuse([linear], env)
+    return left_to_gemm(add, env) or refuse([linear], env)
 
 
 FUSION = Fusion(

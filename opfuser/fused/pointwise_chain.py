@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..core.fusion import Env, Fusion, Refusal, Repeated, Requires
 from ..op import FusibleOperation
-from ._residual_sum import CHAIN
+from ._residual_sum import chain_refusal
 from .parts.chain import ChainPart, accepts, active, refuse
 from .parts.pipeline import Pipeline
 
@@ -48,7 +48,7 @@ def _refuses(ops: tuple[FusibleOperation, ...], *, env: Env) -> Refusal | None:
         return no
     if len(active(ops)) < 2:
         return Refusal("LAYOUT", "fewer than two of the operations change anything")
-    return CHAIN.refuses(ops, env, changing=[type(op) for op in ops])
+    return chain_refusal([type(op) for op in ops])
 
 
 FUSION = Fusion(

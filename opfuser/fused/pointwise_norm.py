@@ -9,7 +9,7 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..core.fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from ..op import FusibleOperation
-from ._residual_sum import CHAIN_AND_NORM
+from ._residual_sum import chain_and_norm_refusal
 from .parts.chain import accepts, active, refuse
 from .parts.chain_norm import ChainNormPart
 from .parts.pipeline import Pipeline
@@ -73,7 +73,7 @@ def _refuses(
     kinds = active(before)
     if not kinds:
         return Refusal("LAYOUT", "none of the operations before the norm changes anything")
-    return CHAIN_AND_NORM.refuses(before, env, changing=kinds)
+    return chain_and_norm_refusal(before, kinds)
 
 
 def _build(

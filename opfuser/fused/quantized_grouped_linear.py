@@ -30,7 +30,7 @@ from ..gemm.scaled_groups import (
     grouped_scaled_forward,
     grouped_scaled_wgrad,
 )
-from ..kernels.groups import group_ends
+from ..kernels.groups import Grouped, group_ends
 from ..kernels.quantize import Codes
 from ..op import BasicOperation, FusedOperation, FusibleOperation
 from ..quantization.products import accumulation
@@ -233,8 +233,8 @@ class _QuantizedProducts(GroupedProducts):
         return "bf16" in modes and super().reads_sizes(x, out_features)
 
     def quantized(self, role: str, x: Tensor, *, rows: bool, cols: bool) -> Codes:
-        count = self.linear.num_groups
-        return self.quantizer.quantize_groups(role, x, self.ends, count, rows=rows, cols=cols)
+        groups = Grouped(self.linear.num_groups, self.ends)
+        return self.quantizer.quantize_groups(role, x, groups, rows=rows, cols=cols)
 
     def product(
         self,

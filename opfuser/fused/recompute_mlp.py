@@ -12,7 +12,7 @@ from ..basic.merged_linear import MergedBias
 from ..basic.rms_norm import RMSNorm
 from ..core.fusion import Env, Fusion, Optional, Refusal
 from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
-from ._residual_sum import NORM_AND_GEMM
+from ._residual_sum import left_to_gemm
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import refuse
 from .parts.norm import NormPart
@@ -82,7 +82,7 @@ class RecomputeMLP(Pipeline):
 
 def _refuses(add: AddExtraInput | None, *parts: Any, env: Env) -> Refusal | None:
     linears = [part for part in parts if isinstance(part, LINEARS)]
-    return NORM_AND_GEMM.refuses((add,), env) or refuse(linears, env)
+    return left_to_gemm(add, env) or refuse(linears, env)
 
 
 def _refuses_unless_asked(*parts: Any, env: Env) -> Refusal | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..applying.application import bound_example
 from ..applying.descriptions import masks_in
 from ..attention.masks import hides_queries
-from ..errors import ArgumentError, ArgumentTypeError, NotSupportedError
+from ..errors import ArgumentError, NotSupportedError
 from ..reading.built import Built
 from ..reading.dataflow import map_leaves
 from ..reading.operations import Reading
@@ -30,9 +31,8 @@ class ExampleCall(NamedTuple):
     kwargs: dict[str, Any]
 
     @classmethod
-    def bound(cls, signature: inspect.Signature, args: Any, kwargs: Any) -> ExampleCall:
-        """Raises TypeError where they do not fit."""
-        bound = signature.bind(*args, **kwargs)
+    def of_arguments(cls, bound: inspect.BoundArguments) -> ExampleCall:
+        """A call with these arguments, and the defaults of all others."""
         bound.apply_defaults()
         return cls(bound.args, bound.kwargs)
 
@@ -76,7 +76,7 @@ def calls_made(module: nn.Module) -> Iterator[ExampleCall]:
     examples.append(_like(torch.empty(0, dtype=torch.int64, device=like.device), _sizes(module, 2)))
     signature = inspect.signature(module.forward)
     try:
-        yield from [ExampleCall.bound(signature, (x,), {}) for x in examples]
+        yield from [ExampleCall.of_arguments(signature.bind(x)) for x in examples]
     except TypeError as error:
         raise needs_example(module, str(error)) from None
 
@@ -99,22 +99,7 @@ def given_call(module: nn.Module, example: Example) -> ExampleCall:
         ArgumentTypeError: the forward takes no such arguments.
         ArgumentError: a tensor is there twice.
     """
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example, Mapping):
-        kwargs = dict(example)
-    else:
-        args = (example,) if isinstance(example, Tensor) else tuple(example)
-    signature = inspect.signature(module.forward)
-    try:
-        call = ExampleCall.bound(signature, args, kwargs)
-    except TypeError as error:
-        raise ArgumentTypeError.explained(
-            "An example has the arguments of one call of the module",
-            where="from_torch",
-            received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
-            remedy=f"The forward takes {signature}",
-        ) from None
+    call = ExampleCall.of_arguments(bound_example(module, example, "from_torch"))
     tensors = call.tensors
     if len({*map(id, tensors)}) < len(tensors):
         raise ArgumentError.explained(
@@ -158,7 +143,7 @@ class Arguments:
 
     def __call__(self, sequence: Any, args: Any, kwargs: Any) -> Any:
         try:
-            call = ExampleCall.bound(self.signature, args, kwargs)
+            call = ExampleCall.of_arguments(self.signature.bind(*args, **kwargs))
         except TypeError as error:
             raise self.refusal(str(error)) from None
         if map_leaves(_fact, tuple(call)) != self.facts:

@@ -27,6 +27,7 @@ from .groups_plain import (
     by_blocks_in_groups_plain,
     by_vectors_plain,
     count_rows,
+    gathered,
     group_ends_plain,
     maxima_plain,
     padded_size,
@@ -47,6 +48,7 @@ __all__ = [
     "GroupScaling",
     "Grouped",
     "VectorScaling",
+    "gathered",
     "group_ends",
     "maxima_of_groups",
     "quantize_groups",
@@ -84,41 +86,26 @@ def _launch_ends(sizes: Tensor, rows: int) -> Tensor:
 
 
 def _launch_maxima(
-    x: Tensor,
-    ends: Tensor | None,
-    groups: int,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None,
+    x: Tensor, groups: Grouped, rows: bool, cols: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    count, features = count_rows(x, sources), x.shape[1]
-    numbers = count * rows, groups * features * cols
+    count, features, (number, ends, sources) = count_rows(x, groups), x.shape[1], groups
+    numbers = count * rows, number * features * cols
     parts = x.new_zeros(sum(numbers), dtype=torch.float32).split(numbers)
     most = [part if n else None for part, n in zip(parts, (rows, cols))]
-    padded = padded_size(count, groups, ends is None)
-    launch = _launch("maxima", (), _ROWS, groups, x.element_size(), features % _ROWS.cols == 0)
+    padded = padded_size(count, groups)
+    launch = _launch("maxima", (), _ROWS, number, x.element_size(), features % _ROWS.cols == 0)
     x, stride = rows_of(x)
-    ints = (groups, padded, features, stride, count // groups)
+    ints = (number, padded, features, stride, count // number)
     launch((_ROWS.programs(padded, features), 1, 1), (x, sources, ends, *most), ints)
     return most[0], most[1]
 
 
-def _launch_by_vectors(
-    x: Tensor,
-    ends: Tensor | None,
-    groups: int,
-    scaling: Any,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None,
-) -> Codes:
-    count, features = count_rows(x, sources), x.shape[1]
-    padded, dtype = padded_size(count, groups, ends is None), scaling.dtype
+def _launch_by_vectors(x: Tensor, groups: Grouped, scaling: Any, rows: bool, cols: bool) -> Codes:
+    count, features, (number, ends, sources) = count_rows(x, groups), x.shape[1], groups
+    padded, dtype = padded_size(count, groups), scaling.dtype
     scale = amax = row_amax = col_amax = None
     if isinstance(scaling, VectorScaling):
-        row_amax, col_amax = maxima_of_groups(
-            x, ends, groups, rows=rows, cols=cols, sources=sources
-        )
+        row_amax, col_amax = maxima_of_groups(x, groups, rows=rows, cols=cols)
         kind = ScaleKind(dtype, True, scaling.power_of_two)
     else:
         kind = scale_kind(scaling)
@@ -128,30 +115,24 @@ def _launch_by_vectors(
         x.new_empty((count, features), dtype=dtype) if rows else None,
         x.new_empty(count, dtype=torch.float32) if rows else None,
         x.new_empty((features, padded), dtype=dtype) if cols else None,
-        x.new_empty(groups * features, dtype=torch.float32) if cols else None,
+        x.new_empty(number * features, dtype=torch.float32) if cols else None,
     )
     own = tuple(kind.constants().items())
     even = features % tile.cols == 0
-    launch = _launch("by_vectors", own, tile, groups, x.element_size(), even)
+    launch = _launch("by_vectors", own, tile, number, x.element_size(), even)
     x, stride = rows_of(x)
     step = 0 if scale is None or scale.numel() == 1 else 1
-    ints = (groups, padded, features, stride, count // groups, step)
+    ints = (number, padded, features, stride, count // number, step)
     tensors = (x, sources, ends, row_amax, col_amax, scale, *made, amax)
     launch((tile.programs(padded, features), 1, 1), tensors, ints)
     return Codes(*made, None)
 
 
 def _launch_by_blocks(
-    x: Tensor,
-    ends: Tensor,
-    groups: int,
-    scaling: BlockScaling,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None,
+    x: Tensor, groups: Grouped, scaling: BlockScaling, rows: bool, cols: bool
 ) -> Codes:
-    count, features = count_rows(x, sources), x.shape[1]
-    padded = padded_size(count, groups, uniform=False)
+    count, features, (number, ends, sources) = count_rows(x, groups), x.shape[1], groups
+    padded = padded_size(count, groups)
     blocks, across = padded // BLOCK, features // BLOCK
     dtype, power_of_two, square_cols = scaling
     col_scale = None
@@ -173,9 +154,9 @@ def _launch_by_blocks(
         "POWER_OF_TWO": power_of_two,
         "SQUARE_COLS": square_cols,
     }
-    launch = _launch("by_blocks", tuple(flags.items()), _SQUARE, groups, x.element_size(), True)
+    launch = _launch("by_blocks", tuple(flags.items()), _SQUARE, number, x.element_size(), True)
     x, stride = rows_of(x)
-    ints = (count, groups, padded, features, stride)
+    ints = (count, number, padded, features, stride)
     launch((blocks * across, 1, 1), (x, sources, ends, *made), ints)
     return Codes(*made, None)
 
@@ -184,7 +165,7 @@ def _takes(x: Tensor, *_: Any) -> bool:
     return has_fp8(x)
 
 
-_ends = kernel_or_plain(launch=_launch_ends, plain=group_ends_plain, dtypes=_INTEGERS)
+group_ends = kernel_or_plain(launch=_launch_ends, plain=group_ends_plain, dtypes=_INTEGERS)
 _maxima = kernel_or_plain(launch=_launch_maxima, plain=maxima_plain)
 _by_vectors = kernel_or_plain(launch=_launch_by_vectors, plain=by_vectors_plain, accepts=_takes)
 _by_blocks = kernel_or_plain(
@@ -192,58 +173,29 @@ _by_blocks = kernel_or_plain(
 )
 
 
-def group_ends(sizes: Tensor, rows: int) -> Tensor:
-    """Where groups end, (2, G) in int32: among their rows, and where each is padded.
-
-    Sizes below 0 count as 0, and no group ends behind row ``rows``: whatever the sizes are, kernels
-    stay within their tensors.
-
-    Args:
-        sizes: (G,) integers.
-        rows: R.
-    """
-    ends: Tensor = _ends(sizes, rows)
-    return ends
-
-
 def maxima_of_groups(
-    x: Tensor,
-    ends: Tensor | None,
-    groups: int,
-    *,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None = None,
+    x: Tensor, groups: Grouped, *, rows: bool, cols: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """``max |x|`` of each row, (R,), and of each column of each group, (G C,), in fp32.
 
     NaN if one of them is. Args as in :func:`quantize_groups`.
     """
-    found: tuple[Tensor | None, Tensor | None] = _maxima(x, ends, groups, rows, cols, sources)
+    found: tuple[Tensor | None, Tensor | None] = _maxima(x, groups, rows, cols)
     return found
 
 
 def quantize_groups(
-    x: Tensor,
-    ends: Tensor | None,
-    groups: int,
-    scaling: GroupScaling,
-    *,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None = None,
+    x: Tensor, groups: Grouped, scaling: GroupScaling, *, rows: bool, cols: bool
 ) -> Codes:
     """Codes of the rows of groups in the layouts that are wanted.
 
     Args:
-        x: (R, C) in fp32, bf16 or fp16; C is a multiple of 16, and of 128 for blocks.
-        ends: of :func:`group_ends`; None: all groups have R / G rows, and no blocks are asked for.
-        groups: G.
+        x: the rows, (R, C) unless they are gathered, in fp32, bf16 or fp16; C is a multiple of 16,
+            and of 128 for blocks.
+        groups: which rows are those of groups. Blocks need their ends.
         scaling: its scale or amax is (1,), or (G,), one for each group.
         rows, cols: which layouts are wanted.
-        sources: (R,) integers; row r of the groups is row ``sources[r]`` of x, which has any number
-            of them. None: row r.
     """
     by = _by_blocks if isinstance(scaling, BlockScaling) else _by_vectors
-    codes: Codes = by(x, ends, groups, scaling, rows, cols, sources)
+    codes: Codes = by(x, groups, scaling, rows, cols)
     return codes

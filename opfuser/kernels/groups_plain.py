@@ -21,7 +21,7 @@ from .quantize_plain import (
     encode,
     given_scaling,
     raise_amax,
-    scale_for_plain,
+    scale_for,
 )
 
 
@@ -54,25 +54,34 @@ class Grouped(NamedTuple):
     sources: Tensor | None = None
 
 
-def padded_size(rows: int, groups: int, uniform: bool) -> int:
+def padded_size(rows: int, groups: Grouped) -> int:
     """P: rows that groups have with padding, or may have at most."""
-    if uniform:
-        return groups * (-(-rows // groups // BLOCK) * BLOCK)
-    return (rows // BLOCK + groups) * BLOCK
+    count = groups.groups
+    if groups.ends is None:
+        return count * (-(-rows // count // BLOCK) * BLOCK)
+    return (rows // BLOCK + count) * BLOCK
 
 
-def count_rows(x: Tensor, sources: Tensor | None) -> int:
+def count_rows(x: Tensor, groups: Grouped) -> int:
     """R."""
-    return len(x if sources is None else sources)
+    return len(x if groups.sources is None else groups.sources)
 
 
-def gathered(x: Tensor, sources: Tensor | None) -> Tensor:
+def gathered(x: Tensor, groups: Grouped) -> Tensor:
     """The rows of groups."""
-    return x if sources is None else x.index_select(0, sources)
+    return x if groups.sources is None else x.index_select(0, groups.sources)
 
 
 def group_ends_plain(sizes: Tensor, rows: int) -> Tensor:
-    """As ``groups.group_ends``."""
+    """Where groups end, (2, G) in int32: among their rows, and where each is padded.
+
+    Sizes below 0 count as 0, and no group ends behind row ``rows``: whatever the sizes are, kernels
+    stay within their tensors.
+
+    Args:
+        sizes: (G,) integers.
+        rows: R.
+    """
     own = sizes.to(torch.int32).clamp_min(0)
     total = own.cumsum(0, dtype=torch.int32)
     ends = total.clamp_max(rows)
@@ -81,12 +90,13 @@ def group_ends_plain(sizes: Tensor, rows: int) -> Tensor:
     return torch.stack((ends, tiles.cumsum(0, dtype=torch.int32) * BLOCK))
 
 
-def _ends(ends: Tensor | None, x: Tensor, groups: int) -> Tensor:
-    if ends is not None:
-        return ends
-    numbers = torch.arange(1, groups + 1, device=x.device)
-    padded = padded_size(len(x), groups, uniform=True) // groups
-    return torch.stack((numbers * (len(x) // groups), numbers * padded))
+def _ends(x: Tensor, groups: Grouped) -> Tensor:
+    if groups.ends is not None:
+        return groups.ends
+    count = groups.groups
+    numbers = torch.arange(1, count + 1, device=x.device)
+    padded = padded_size(len(x), groups) // count
+    return torch.stack((numbers * (len(x) // count), numbers * padded))
 
 
 def _groups_of(ends: Tensor, count: int) -> Tensor:
@@ -116,10 +126,10 @@ class PaddedRows(NamedTuple):
     at: Tensor
 
 
-def padded_rows(x: Tensor, ends: Tensor | None, groups: int) -> PaddedRows:
-    """The rows of x where each group is padded."""
-    padded = padded_size(len(x), groups, ends is None)
-    stops, padded_stops = _ends(ends, x, groups)
+def padded_rows(x: Tensor, groups: Grouped) -> PaddedRows:
+    """The rows of x, which are gathered, where each group is padded."""
+    padded = padded_size(len(x), groups)
+    stops, padded_stops = _ends(x, groups)
     group = _groups_of(padded_stops, padded)
     # A group lies as much further behind as all groups before it are padded.
     moved = torch.cat((stops.new_zeros(1), (padded_stops - stops)[:-1]))
@@ -134,17 +144,12 @@ def padded_rows(x: Tensor, ends: Tensor | None, groups: int) -> PaddedRows:
 
 
 def maxima_plain(
-    x: Tensor,
-    ends: Tensor | None,
-    groups: int,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None,
+    x: Tensor, groups: Grouped, rows: bool, cols: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """As ``groups.maxima_of_groups``."""
-    x = gathered(x, sources)
+    x = gathered(x, groups)
     of_rows = of_cols = None
-    ends = _ends(ends, x, groups)
+    ends = _ends(x, groups)
     if rows:
         of_rows = x.abs().amax(1).to(torch.float32).masked_fill_(~_have_group(ends, x), 0.0)
     if cols:
@@ -154,51 +159,37 @@ def maxima_plain(
     return of_rows, of_cols
 
 
-def by_vectors_plain(
-    x: Tensor,
-    ends: Tensor | None,
-    groups: int,
-    scaling: Any,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None,
-) -> Codes:
+def by_vectors_plain(x: Tensor, groups: Grouped, scaling: Any, rows: bool, cols: bool) -> Codes:
     """As ``groups.quantize_groups`` without blocks."""
-    x = gathered(x, sources)
-    dtype, laid = scaling.dtype, padded_rows(x, ends, groups) if cols else None
-    ends = _ends(ends, x, groups)
+    x, groups = gathered(x, groups), groups._replace(sources=None)
+    count, dtype = groups.groups, scaling.dtype
+    laid, ends = padded_rows(x, groups) if cols else None, _ends(x, groups)
     if isinstance(scaling, VectorScaling):
         power = scaling.power_of_two
-        amax = maxima_plain(x, ends, groups, rows, cols, None)
-        of_rows, of_cols = (None if m is None else scale_for_plain(m, dtype, power) for m in amax)
+        amax = maxima_plain(x, groups, rows, cols)
+        of_rows, of_cols = (None if m is None else scale_for(m, dtype, power) for m in amax)
     else:
         scale, _, seen = given_scaling(scaling)
         assert scale is not None
         raise_amax(seen, x.masked_fill(~_have_group(ends, x)[:, None], 0.0))
-        of_groups = scale.expand(groups)
+        of_groups = scale.expand(count)
         of_rows = of_groups[_groups_of(ends[0], len(x))]
         of_cols = of_groups.repeat_interleave(x.shape[1])
     by_rows = by_cols = None
     if rows and of_rows is not None:
         by_rows, of_rows = encode(x, of_rows[:, None], dtype), of_rows.reciprocal()
     if laid is not None and of_cols is not None:
-        codes = encode(laid.values, of_cols.view(groups, -1)[laid.group], dtype)
+        codes = encode(laid.values, of_cols.view(count, -1)[laid.group], dtype)
         codes.view(torch.uint8).masked_fill_(~laid.own[:, None], 0)  # also where a scale is NaN
         by_cols, of_cols = codes.t().contiguous(), of_cols.reciprocal()
     return Codes(by_rows, of_rows if rows else None, by_cols, of_cols if cols else None, None)
 
 
 def by_blocks_in_groups_plain(
-    x: Tensor,
-    ends: Tensor,
-    groups: int,
-    scaling: BlockScaling,
-    rows: bool,
-    cols: bool,
-    sources: Tensor | None,
+    x: Tensor, groups: Grouped, scaling: BlockScaling, rows: bool, cols: bool
 ) -> Codes:
     """As ``groups.quantize_groups`` in blocks."""
-    x = gathered(x, sources)
+    x = gathered(x, groups)
     by_rows = of_rows = by_cols = of_cols = None
     if rows:
         codes = by_blocks_plain(x, scaling, True, False, False)
@@ -206,7 +197,7 @@ def by_blocks_in_groups_plain(
         assert codes.row_scale is not None
         by_rows, of_rows = codes.rows[: len(x)], codes.row_scale[:, : len(x)].contiguous()
     if cols:
-        values, own, *_ = padded_rows(x, ends, groups)
+        values, own, *_ = padded_rows(x, groups)
         codes = by_blocks_plain(values, scaling, False, True, False)
         by_cols, of_cols = codes.cols, codes.col_scale
         assert by_cols is not None

@@ -78,8 +78,8 @@ def _sizes(x: Tensor, groups: Grouped | None) -> tuple[int, int, int, int]:
     if groups is None:
         padded = cdiv(len(x), BLOCK) * BLOCK
         return padded, padded, 0, len(x)
-    rows, count = count_rows(x, groups.sources), groups.groups
-    return rows, padded_size(rows, count, groups.ends is None), lanes_of(count), rows // count
+    rows, count = count_rows(x, groups), groups.groups
+    return rows, padded_size(rows, groups), lanes_of(count), rows // count
 
 
 def _empty_scales(x: Tensor, rows: int, cols: int, block: int, tail: int = 0) -> Tensor:
@@ -169,7 +169,7 @@ def _takes(x: Tensor, *_: Any) -> bool:
 
 _mxfp8 = kernel_or_plain(launch=_launch_mxfp8, plain=mxfp8_plain, accepts=_takes)
 _nvfp4 = kernel_or_plain(launch=_launch_nvfp4, plain=nvfp4_plain, accepts=_takes)
-_decode = kernel_or_plain(
+decode = kernel_or_plain(
     launch=_launch_decode,
     plain=decode_plain,
     accepts=lambda codes, _: codes.numel() > 0 and has_fp8(codes),
@@ -234,20 +234,6 @@ def quantize_nvfp4(
         groups: as in :func:`quantize_mxfp8`.
     """
     return _nvfp4(x, amax, rows, cols, squares, transform, seed, column_sum, groups)
-
-
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """Values of codes in bf16, (M, K), of NVFP4 without the scale of the tensor.
-
-    They are exact but for those below 2^-126: codes have at most 4 significant bits, and so have
-    the scales of their blocks, if these are no powers of two.
-
-    Args:
-        codes: (M, K), or (M, K/2) of NVFP4; by rows or by columns.
-        scale: of them.
-    """
-    values: Tensor = _decode(codes, scale)
-    return values
 
 
 def dequantized_rows(codes: Codes, rows: int) -> Tensor:

@@ -48,7 +48,15 @@ def swizzled(scales: Tensor, padding: int) -> Tensor:
 
 
 def decode_plain(codes: Tensor, scale: Tensor) -> Tensor:
-    """As ``microscaling.decode``."""
+    """Values of codes in bf16, (M, K), of NVFP4 without the scale of the tensor.
+
+    They are exact but for those below 2^-126: codes have at most 4 significant bits, and so have
+    the scales of their blocks, if these are no powers of two.
+
+    Args:
+        codes: (M, K), or (M, K/2) of NVFP4; by rows or by columns.
+        scale: of them.
+    """
     values = values_of(codes) if codes.dtype == FP4 else codes.float()
     rows, features = values.shape
     block = MXFP8_BLOCK if scale.dtype == E8M0 else NVFP4_BLOCK
@@ -105,8 +113,8 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def _laid_out(x: Tensor, groups: Grouped | None) -> PaddedRows:
-    count, ends, sources = groups or Grouped(1)
-    return padded_rows(gathered(x, sources), ends, count)
+    groups = groups or Grouped(1)
+    return padded_rows(gathered(x, groups), groups)
 
 
 def _by_rows(laid: PaddedRows, groups: Grouped | None, *padded: Tensor) -> Sequence[Tensor]:

@@ -33,10 +33,10 @@ from .quantize_plain import (
     dequantize,
     in_fours,
     largest,
-    scale_for_plain,
+    scale_for,
     transpose_plain,
 )
-from .tiling import cdiv, empty_contiguous, rows_of
+from .tiling import cdiv, rows_of
 from .zeros import zero_for
 
 __all__ = [
@@ -57,9 +57,7 @@ __all__ = [
     "in_fours",
     "largest",
     "quantize",
-    "quantize_by_blocks",
     "quantize_by_squares",
-    "quantize_by_tensor",
     "scale_and_raised",
     "scale_for",
     "scale_kind",
@@ -164,17 +162,10 @@ _ROWS = Tile(64, 128, 8)  # 0.96 of 28672 x 4096; 32 rows: 0.89
 # they spill.
 _SQUARE = Tile(BLOCK, BLOCK, 4, group=2)
 _SQUARE_BY_MORE = Tile(BLOCK, BLOCK, 8)
-_SCALES = 128
 _AMAX = {"BLOCK": 4096, "STEPS": 4}  # 0.90 of reading 28672 x 4096, by 16 warps; torch 0.66
 _AMAX_LAUNCH = Launch("quantize:amax", _AMAX, num_warps=16)
 # Whole cache lines on both sides, 16 bytes to a thread of each row of four; not measured.
 _TRANSPOSE = Tile(BLOCK, BLOCK, 8)
-
-
-@functools.lru_cache(None)
-def _scales_launch(dtype: torch.dtype, power_of_two: bool) -> Launch:
-    constants = {"E5M2": dtype == torch.float8_e5m2, "POWER_OF_TWO": power_of_two}
-    return Launch("quantize:scales", {**constants, "BLOCK": _SCALES}, num_warps=1)
 
 
 @functools.lru_cache(None)
@@ -216,13 +207,6 @@ def _launch_amax(x: Tensor) -> Tensor:
     amax, count = zero_for(x), x.numel()
     _AMAX_LAUNCH((cdiv(count, _AMAX["BLOCK"] * _AMAX["STEPS"]), 1, 1), (x, amax), (count,))
     return amax
-
-
-def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin: int) -> Tensor:
-    s, amax, count = empty_contiguous(amax), amax.contiguous(), amax.numel()
-    launch = _scales_launch(dtype, power_of_two)
-    launch((cdiv(count, _SCALES), 1, 1), (amax, s), (count,), (2.0**-margin,))
-    return s
 
 
 def empty_codes(
@@ -338,89 +322,32 @@ def _takes_blocks(x: Tensor, *_: Any) -> bool:
     return x.shape[1] % BLOCK == 0 and _takes(x)  # plain torch raises for others
 
 
-def _takes_maxima(amax: Tensor, *_: Any) -> bool:
-    return amax.dtype == torch.float32
-
-
 def _takes_words(codes: Tensor) -> bool:
     return codes.numel() > 0 and codes.shape[0] % 4 == 0
 
 
-_transpose = kernel_or_plain(
-    launch=_launch_transpose, plain=transpose_plain, accepts=_takes_words, dtypes=FP8
-)
-_amax_of = kernel_or_plain(launch=_launch_amax, plain=amax_plain, accepts=_takes_side_by_side)
-_scale_for = kernel_or_plain(launch=_launch_scales, plain=scale_for_plain, accepts=_takes_maxima)
 _by_tensor = kernel_or_plain(launch=_launch_by_tensor, plain=by_tensor_plain, accepts=_takes)
 _by_blocks = kernel_or_plain(launch=_launch_by_blocks, plain=by_blocks_plain, accepts=_takes_blocks)
 _by_squares = kernel_or_plain(
     launch=_launch_by_squares, plain=by_squares_plain, accepts=_takes_blocks
 )
-
-
-def amax_of(x: Tensor) -> Tensor:
-    """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
-    return _amax_of(x)
-
-
-def scale_for(
-    amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, margin: int = 0
-) -> Tensor:
-    """Scales ``s = largest / amax / 2^margin`` in fp32, in the shape of amax.
-
-    ``largest / amax`` is 1 where amax is 0, the largest finite value instead of infinity, and NaN
-    where amax is not finite: a saturating code would hide that. With ``power_of_two`` it is rounded
-    down to a power of two.
-    """
-    return _scale_for(amax, dtype, power_of_two, margin)
-
-
-def quantize_by_tensor(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    *,
-    rows: bool,
-    cols: bool,
-    amax: Tensor | None = None,
-    column_sum: bool = False,
-) -> Codes:
-    """Codes of x with one given scale.
-
-    Args:
-        x: (R, C) in fp32, bf16 or fp16.
-        scale: s, (1,) in fp32.
-        dtype: of the codes.
-        rows, cols: which layouts are wanted.
-        amax: (1,) in fp32, not negative; becomes ``max(amax, max |x|)`` in place, and NaN wins.
-        column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
-    """
-    return _by_tensor(x, TensorScaling(scale, dtype, amax), rows, cols, column_sum)
-
-
-def quantize_by_blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    rows: bool,
-    cols: bool,
-    power_of_two: bool = True,
-    square_cols: bool = False,
-    column_sum: bool = False,
-) -> Codes:
-    """Codes of x where every 128 neighbors along a row (of ``cols``: a column) have a scale.
-
-    Args as in :func:`quantize_by_tensor`, :func:`scale_for` and :class:`BlockScaling`; C is a
-    multiple of 128.
-    """
-    scaling = BlockScaling(dtype, power_of_two, square_cols)
-    return _by_blocks(x, scaling, rows, cols, column_sum)
+amax_of = kernel_or_plain(launch=_launch_amax, plain=amax_plain, accepts=_takes_side_by_side)
+transpose_codes = kernel_or_plain(
+    launch=_launch_transpose, plain=transpose_plain, accepts=_takes_words, dtypes=FP8
+)
 
 
 def quantize(
     x: Tensor, scaling: Scaling, *, rows: bool, cols: bool, column_sum: bool = False
 ) -> Codes:
-    """Codes of x as a scaling, which is not without its scale, says; as the functions above."""
+    """Codes of x as a scaling, which is not without its scale, says.
+
+    Args:
+        x: (R, C) in fp32, bf16 or fp16; of blocks, C is a multiple of 128.
+        scaling: one scale, or one for each block.
+        rows, cols: which layouts are wanted.
+        column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
+    """
     by = _by_blocks if isinstance(scaling, BlockScaling) else _by_tensor
     return by(x, scaling, rows, cols, column_sum)
 
@@ -430,11 +357,6 @@ def quantize_by_squares(
 ) -> Codes:
     """Codes of x where every 128 × 128 square has a scale, the same one in both layouts.
 
-    Args as in :func:`quantize_by_tensor` and :func:`scale_for`; C is a multiple of 128.
+    Args as in :func:`quantize` and :func:`scale_for`; C is a multiple of 128.
     """
     return _by_squares(x, dtype, rows, cols, power_of_two)
-
-
-def transpose_codes(codes: Tensor) -> Tensor:
-    """The transpose of fp8 codes (R, C): (C, R), contiguous. Moves two bytes per element."""
-    return _transpose(codes)

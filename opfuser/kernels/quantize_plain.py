@@ -66,7 +66,7 @@ class TensorScaling(NamedTuple):
 
 
 class MeasuredScaling(NamedTuple):
-    """One scale for a tensor, from its largest value: ``quantize.scale_for`` of that.
+    """One scale for a tensor, from its largest value: :func:`scale_for` of that.
 
     Who quantizes computes the scale, so that no launch of its own stands between.
 
@@ -104,7 +104,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def amax_plain(x: Tensor) -> Tensor:
-    """As ``quantize.amax_of``."""
+    """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, float("inf"))
@@ -117,10 +117,15 @@ def raise_amax(amax: Tensor | None, x: Tensor) -> None:
         torch.maximum(amax, amax_plain(x), out=amax)
 
 
-def scale_for_plain(
+def scale_for(
     amax: Tensor, dtype: torch.dtype, power_of_two: bool = False, margin: int = 0
 ) -> Tensor:
-    """As ``quantize.scale_for``."""
+    """Scales ``s = largest / amax / 2^margin`` in fp32, in the shape of amax.
+
+    ``largest / amax`` is 1 where amax is 0, the largest finite value instead of infinity, and NaN
+    where amax is not finite: a saturating code would hide that. With ``power_of_two`` it is rounded
+    down to a power of two.
+    """
     top = torch.scalar_tensor(_LARGEST[dtype], dtype=torch.float32, device=amax.device)
     s = (top / amax).clamp_(max=torch.finfo(torch.float32).max)  # rounded once, unlike 448 / amax
     s.masked_fill_(amax == 0, 1.0)
@@ -135,7 +140,7 @@ def given_scaling(scaling: TensorScaling | MeasuredScaling) -> TensorScaling:
     if isinstance(scaling, TensorScaling):
         return scaling
     amax, dtype, power_of_two = scaling
-    return TensorScaling(scale_for_plain(amax, dtype, power_of_two), dtype)
+    return TensorScaling(scale_for(amax, dtype, power_of_two), dtype)
 
 
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,13 +213,13 @@ def column_sum_plain(x: Tensor) -> Tensor:
 def by_blocks_plain(
     x: Tensor, scaling: BlockScaling, rows: bool, cols: bool, column_sum: bool
 ) -> Codes:
-    """As ``quantize.quantize_by_blocks``."""
+    """As ``quantize.quantize`` in blocks."""
     dtype, power_of_two, square_cols = scaling
     values = _padded(x.to(torch.float32))
     row_codes = row_scale = col_codes = col_scale = None
     if rows:
         blocks = values.unflatten(1, (-1, BLOCK))  # (Rp, C/128, 128)
-        s = scale_for_plain(blocks.abs().amax(2), dtype, power_of_two)
+        s = scale_for(blocks.abs().amax(2), dtype, power_of_two)
         row_codes = encode(blocks, s.unsqueeze(2), dtype).flatten(1)
         row_scale = s.reciprocal().t().contiguous()
     if cols and square_cols:
@@ -222,7 +227,7 @@ def by_blocks_plain(
         col_codes, col_scale = squares.cols, squares.col_scale
     elif cols:
         blocks = values.unflatten(0, (-1, BLOCK))  # (Rp/128, 128, C)
-        s = scale_for_plain(blocks.abs().amax(1), dtype, power_of_two)
+        s = scale_for(blocks.abs().amax(1), dtype, power_of_two)
         codes = encode(blocks, s.unsqueeze(1), dtype).flatten(0, 1)
         col_codes = _without_padding(codes, x.shape[0]).t().contiguous()
         col_scale = s.reciprocal()
@@ -245,7 +250,7 @@ def by_squares_plain(
     """As ``quantize.quantize_by_squares``."""
     values = _padded(x.to(torch.float32))
     squares = values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (·, 128, ·, 128)
-    s = scale_for_plain(squares.abs().amax((1, 3)), dtype, power_of_two)
+    s = scale_for(squares.abs().amax((1, 3)), dtype, power_of_two)
     codes = encode(squares, s[:, None, :, None], dtype).flatten(2).flatten(0, 1)
     codes = _without_padding(codes, x.shape[0])
     inverse = s.reciprocal()
@@ -268,5 +273,5 @@ def in_fours(scales: Tensor) -> Tensor:
 
 
 def transpose_plain(codes: Tensor) -> Tensor:
-    """As ``quantize.transpose_codes``."""
+    """The transpose of fp8 codes (R, C): (C, R), contiguous. Moves two bytes per element."""
     return codes.t().contiguous()

@@ -47,8 +47,8 @@ def update_scales(operations: Sequence[KeptScales]) -> None:
 
     What is finite in ``amax`` becomes the first row of the history, the others move by one, and the
     last is dropped; not if all of it is 0. A history of one row changes where ``amax`` is positive.
-    The scale is ``quantize.scale_for`` of the largest value of the history, or of its first row;
-    where that is 0 it stays as it is. ``amax`` becomes 0.
+    The scale is ``quantize_plain.scale_for`` of the largest value of the history, or of its first
+    row; where that is 0 it stays as it is. ``amax`` becomes 0.
 
     One launch per device. The same :class:`KeptScales` again cost a tenth of a microsecond of host
     time each.

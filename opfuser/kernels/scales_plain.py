@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .quantize_plain import scale_for_plain
+from .quantize_plain import scale_for
 
 
 class KeptScales(NamedTuple):
@@ -50,7 +50,7 @@ def update_plain(operations: Sequence[KeptScales]) -> None:
         else:  # what was not seen keeps its entry: one of the passes may not have run
             history = torch.where(usable > 0, usable, history)
         most = history[:, 0] if most_recent else history.amax(1)
-        new = [scale_for_plain(most[:, n], dtype, margin=margin) for n, dtype in enumerate(dtypes)]
+        new = [scale_for(most[:, n], dtype, margin=margin) for n, dtype in enumerate(dtypes)]
         scale = torch.where(most > 0, torch.stack(new, 1), scale)
         torch._foreach_copy_(scales, list(scale))
         torch._foreach_copy_(histories, list(history))

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
-from ..kernels.groups import Grouped, VectorScaling, group_ends, maxima_of_groups, quantize_groups
+from ..kernels.groups import (
+    Grouped,
+    VectorScaling,
+    gathered,
+    group_ends,
+    maxima_of_groups,
+    quantize_groups,
+)
 from ..kernels.microscaling import dequantized_rows, quantize_mxfp8, quantize_nvfp4
 from ..kernels.philox import draw_seed
 from ..kernels.quantize import (
@@ -148,7 +155,7 @@ class OperandQuantizer(NamedTuple):
         if isinstance(self.recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
             return _in_small_blocks(self.recipe, role, x, amax, column_sum=column_sum, **wants)
         if isinstance(self.recipe, Float8RowwiseScaling):
-            return quantize_groups(x, None, 1, VectorScaling(self.recipe.dtype(role)), **wants)
+            return quantize_groups(x, Grouped(1), VectorScaling(self.recipe.dtype(role)), **wants)
         scaling = self.given(role)
         if scaling is None:
             scaling = self.from_amax(role, amax_of(x) if amax is None else amax)
@@ -185,15 +192,7 @@ class OperandQuantizer(NamedTuple):
         return TensorScaling(state.learn(role, amax, recipe), dtype, state.amax_seen(role))
 
     def quantize_groups(
-        self,
-        role: str,
-        x: Tensor,
-        ends: Tensor | None,
-        groups: int,
-        *,
-        rows: bool,
-        cols: bool,
-        sources: Tensor | None = None,
+        self, role: str, x: Tensor, groups: Grouped, *, rows: bool, cols: bool
     ) -> Codes:
         """Codes of the rows of groups, as ``kernels.groups`` lays them out.
 
@@ -202,52 +201,44 @@ class OperandQuantizer(NamedTuple):
 
         Args:
             role: of ``x``.
-            x: (R, C).
-            ends: where groups end; None for weights, which have R / G rows each.
-            groups: G.
+            x: (R, C), unless they are gathered.
+            groups: which rows are those of groups. Weights have R / G rows each; each row of what
+                is gathered is that of a group.
             rows, cols: which layouts are wanted.
-            sources: (R,), where rows of groups are in x; each of its rows is one of them.
         """
         watched = is_watched()
-        wants: Any = {"rows": rows or watched, "cols": cols, "sources": sources}
-        codes = self._codes_of_groups(role, x, ends, groups, wants)
+        codes = self._codes_of_groups(role, x, groups, {"rows": rows or watched, "cols": cols})
         if watched:
-            x = x if sources is None else x.index_select(0, sources)
-            self._tell_groups(role, x, codes, groups if role == "weight" else 1)
+            x = gathered(x, groups)
+            self._tell_groups(role, x, codes, groups.groups if role == "weight" else 1)
         return codes
 
-    def _codes_of_groups(
-        self, role: str, x: Tensor, ends: Tensor | None, groups: int, wants: Any
-    ) -> Codes:
+    def _codes_of_groups(self, role: str, x: Tensor, groups: Grouped, wants: Any) -> Codes:
         recipe, dtype = self.recipe, self.recipe.dtype(role)
         if isinstance(recipe, Float8RowwiseScaling):
-            return quantize_groups(x, ends, groups, VectorScaling(dtype), **wants)
+            return quantize_groups(x, groups, VectorScaling(dtype), **wants)
         if role == "weight" and isinstance(recipe, Float8BlockScaling):
-            return self._codes(role, x, {"rows": wants["rows"], "cols": wants["cols"]}, False, None)
+            return self._codes(role, x, wants, False, None)
         if isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
             reads = isinstance(recipe, NVFP4BlockScaling)
-            amax = self._amax_of_groups(role, x, ends, groups, wants["sources"]) if reads else None
-            grouped = Grouped(groups, ends, wants.pop("sources"))
-            return _in_small_blocks(recipe, role, x, amax, groups=grouped, **wants)
+            amax = self._amax_of_groups(role, x, groups) if reads else None
+            return _in_small_blocks(recipe, role, x, amax, groups=groups, **wants)
         scaling = self.given(role)
         if scaling is None:
-            amax = self._amax_of_groups(role, x, ends, groups, wants["sources"])
-            scaling = self.from_amax(role, amax)
-        return quantize_groups(x, ends, groups, scaling, **wants)
+            scaling = self.from_amax(role, self._amax_of_groups(role, x, groups))
+        return quantize_groups(x, groups, scaling, **wants)
 
-    def _amax_of_groups(
-        self, role: str, x: Tensor, ends: Tensor | None, groups: int, sources: Tensor | None
-    ) -> Tensor:
+    def _amax_of_groups(self, role: str, x: Tensor, groups: Grouped) -> Tensor:
         """The largest value of all rows, (1,), or of each weight, (G,), if it has its own scale."""
-        if sources is not None:
+        if groups.sources is not None:
             return amax_of(x)
         # Not amax_of(x): what lies behind the last group is nobody's.
-        most, _ = maxima_of_groups(x, ends, groups, rows=True, cols=False)
+        most, _ = maxima_of_groups(x, groups, rows=True, cols=False)
         assert most is not None
         own = role == "weight" and isinstance(
             self.recipe, (Float8CurrentScaling, NVFP4BlockScaling)
         )
-        parts = most.view(groups if own else 1, -1)
+        parts = most.view(groups.groups if own else 1, -1)
         return parts.amax(1) if len(most) else parts.new_zeros(len(parts))
 
     def _tell_groups(self, role: str, x: Tensor, codes: Codes, parts: int) -> None:
@@ -280,7 +271,7 @@ class OperandQuantizer(NamedTuple):
         def codes(rows: bool, cols: bool) -> Codes:
             w = ws if isinstance(ws, Tensor) else torch.stack(list(ws))
             whole = w.reshape(-1, w.shape[-1])
-            return self.quantize_groups("weight", whole, None, len(w), rows=rows, cols=cols)
+            return self.quantize_groups("weight", whole, Grouped(len(w)), rows=rows, cols=cols)
 
         return self._once(codes, sources, kept, rows=rows, cols=cols)
 
@@ -413,10 +404,10 @@ class GroupQuantizer(NamedTuple):
             sources: (R,): for each row of the groups which row of x it is.
             sizes: (G,): rows of the groups.
         """
+        groups = Grouped(self.groups, group_ends(sizes, len(sources)), sources)
         codes = self.operands.quantize_groups(
-            "input", x.reshape(-1, x.shape[-1]), group_ends(sizes, len(sources)), self.groups,
-            rows=self.rows, cols=self.cols, sources=sources,
-        )  # fmt: skip
+            "input", x.reshape(-1, x.shape[-1]), groups, rows=self.rows, cols=self.cols
+        )
         return QuantizedTensor(codes, torch.Size((len(sources), x.shape[-1])), x.dtype)
 
 
@@ -453,7 +444,7 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
         return dequantized_rows(codes, len(rows)).to(x.dtype).view(x.shape)
     scaling: Scaling
     if isinstance(recipe, Float8RowwiseScaling):
-        codes = quantize_groups(rows, None, 1, VectorScaling(dtype), rows=True, cols=False)
+        codes = quantize_groups(rows, Grouped(1), VectorScaling(dtype), rows=True, cols=False)
         return QuantizedTensor(codes, x.shape, x.dtype).dequantize()
     if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
         scaling = BlockScaling(dtype, _params(recipe, role).power_2_scale)

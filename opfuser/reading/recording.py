@@ -27,6 +27,7 @@ from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
 from .. import torch_internals as internals
+from ..runtime import is_own
 from .arguments import is_number
 from .observed import Observed, attributes_of
 from .reads import MISSING, SLOTS, is_of_python, is_scalar
@@ -254,7 +255,7 @@ class Recording:
         elif (
             function.__module__ in _OF_PROCESS or function is dir or internals.is_private(function)
         ):
-            if not is_of_python(file := _file(frame)) and not file.startswith("opfuser."):
+            if not is_of_python(file := _file(frame)) and not is_own(file):
                 self.note_effect(f"asks for {function.__name__}")
         elif isinstance(own, _GENERATORS):
             self._drawn.setdefault(id(own), _state_of(own))

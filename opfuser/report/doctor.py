@@ -17,6 +17,7 @@ from ..errors import ConfigError, counted
 from ..gemm_providers import names as gemm_providers
 from ..registry import effective, fusions, plugins, registry
 from ..registry.configuration import as_yaml
+from ..runtime.libraries import version
 from ..torch_internals import TESTED
 from . import gpu_problems
 from .machine import machine
@@ -28,6 +29,7 @@ KNOWN_VARIABLES = (
     "OPFUSER_DUMP_RANKS",
     "OPFUSER_ENABLE",
     "OPFUSER_REPLAY",
+    "OPFUSER_SPECIALIZE",
 )
 _OTHER_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -109,7 +111,7 @@ def _capability() -> tuple[int, int] | None:
 def _kernels() -> Iterator[Row]:
     capability = _capability()
     no_gpu = capability is None
-    triton = _installed("triton")
+    triton = version("triton")
     if triton is None:
         state = "not installed: plain torch computes in their place"
     elif os.environ.get("TRITON_INTERPRET") == "1":
@@ -190,20 +192,13 @@ def _packages() -> Iterator[Row]:
                 by_extra.setdefault(extra, []).append(requirement)
     for extra, wanted in by_extra.items():
         found = (
-            f"{r.name} {_installed(r.name) or '(not installed)'}"
+            f"{r.name} {version(r.name) or '(not installed)'}"
             for r in wanted
             if r.name != "opfuser"
         )
         yield Row(extra, ", ".join(found))
     if not by_extra:
         yield Row("unknown", "opfuser is not installed as a package")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _plugins() -> Iterator[Row]:
@@ -262,7 +257,7 @@ def _problems() -> Iterator[str]:
     if capability is None:
         yield from gpu_problems.of_unused()
     else:
-        yield from gpu_problems.of_used(capability, has_triton=_installed("triton") is not None)
+        yield from gpu_problems.of_used(capability, has_triton=version("triton") is not None)
     yield from _problems_of_versions()
     for name in os.environ:
         if name.startswith("OPFUSER_") and name not in KNOWN_VARIABLES:
@@ -289,20 +284,20 @@ def _switch_problems() -> Iterator[str]:
 
 def _problems_of_versions() -> Iterator[str]:
     for requirement in _requirements():
-        version = _installed(requirement.name)
-        if version is None and requirement.everywhere and not requirement.extras:
+        have = version(requirement.name)
+        if have is None and requirement.everywhere and not requirement.extras:
             yield f"opfuser needs {requirement.name}, which is not installed. {requirement.remedy}."
-        if version is not None and not within(version, requirement.bounds):
+        if have is not None and not within(have, requirement.bounds):
             yield (
-                f"{requirement.name} {version} is installed, and opfuser needs "
+                f"{requirement.name} {have} is installed, and opfuser needs "
                 f"{requirement.bounds}. {requirement.remedy}."
             )
     # No upper bound is asked for, which would take away a newer torch that people have already.
     for name, tested in TESTED.items():
-        version, newest = _installed(name), tested.rpartition(" ")[2]
-        if version is not None and _numbers(version)[:2] > _numbers(newest):
+        have, newest = version(name), tested.rpartition(" ")[2]
+        if have is not None and _numbers(have)[:2] > _numbers(newest):
             yield (
-                f"{name} {version} is installed, and the newest that opfuser was tested with is "
+                f"{name} {have} is installed, and the newest that opfuser was tested with is "
                 f"{newest}."
             )
 

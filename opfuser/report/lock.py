@@ -22,7 +22,6 @@ The path is that of the Sequential in the model, "" for the model itself; the st
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from ..errors import TargetError, counted
 from ..explain.expectations import occurrences, reasons_by_place
 from ..explain.folding import joined_paths
 from ..registry import fusions
+from ..runtime.libraries import version
 from .conversion import no_sequences
 from .inputs import as_text
 from .target import Target
@@ -242,10 +242,7 @@ def _call(call: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # torch runs without
-        triton = "none"
+    triton = version("triton") or "none"  # torch runs without
     return {"opfuser": __version__, "torch": str(torch.__version__), "triton": triton}
 
 

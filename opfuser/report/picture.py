@@ -36,9 +36,9 @@ def picture(plan: Plan, traffic: Traffic | None = None, totals: Totals | None = 
 
     Args:
         plan: any.
-        traffic: what its steps save, as :func:`opfuser.report.traffic.traffic` counts it. Without
-            it arrows have no bytes, and stand where operations declare that they save something;
-            of a fusion with a backward of its own they stand at its last operation.
+        traffic: what its steps save, as :mod:`opfuser.report.traffic` counts it. Without it arrows
+            have no bytes, and stand where operations declare that they save something; of a fusion
+            with a backward of its own they stand at its last operation.
         totals: launches and bytes that stand below the picture, if any.
     """
     return _Picture(plan, traffic, totals).svg()

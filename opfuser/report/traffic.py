@@ -160,18 +160,6 @@ class ModelTraffic(NamedTuple):
         return ModelTraffic(own, Counts(), sum(t.saved_bytes for t in own.values()))
 
 
-def traffic(sequence: Sequential, *inputs: Tensor) -> Traffic:
-    """What the plan of a Sequential does in one call with inputs like these, and in its backward.
-
-    Args:
-        sequence: any, on any device; a copy of it without data is run.
-
-    Raises:
-        TargetError: the sequence cannot be run without data.
-    """
-    return model_traffic(Target(type(sequence).__name__, sequence, inputs)).sequences[""]
-
-
 def model_traffic(target: Target) -> ModelTraffic:
     """What a model does in one call, and in the backward of that where a gradient is needed.
 

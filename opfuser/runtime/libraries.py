@@ -48,15 +48,18 @@ def required(name: str, by: str, install: str) -> Any:
         return getattr(found, attribute) if attribute else found
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        package = module.partition(".")[0]
+        there = version(package)
         raise MissingPackageError.explained(
             f"{by} needs {name.replace(':', '.')}",
-            received=f"{_version_of(module.partition('.')[0])}{reason}",
+            received=reason if there is None else f"{package} {there}, {reason}",
             remedy=f"Run pip install '{install}'",
         ) from error
 
 
-def _version_of(package: str) -> str:
+def version(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
     try:
-        return f"{package} {metadata.version(package)}, "
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return ""
+        return None

@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -48,14 +49,7 @@ class Watcher(Protocol):
     """An observer that notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
     def note_whole(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        writes: int | None,
-        flag: int | None,
-        reads: bool,
-        several: Callable[..., Any] | None,
-        each: bool,
+        self, function: Callable[..., Any], args: tuple[Any, ...], how: seen_whole
     ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
@@ -182,17 +176,11 @@ def leave(holder: Any, name: str, value: Hashable) -> None:
         watching.watcher.note_setting(holder, name, value)
 
 
-def seen_whole(
-    *,
-    writes: int | None = None,
-    flag: int | None = None,
-    reads: bool = False,
-    several: Callable[..., Any] | None = None,
-    each: bool = False,
-) -> Callable[[Function], Function]:
+@dataclass(frozen=True)
+class seen_whole:  # noqa: N801 - reads as the decorator that it is
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
-    Args:
+    Attributes:
         writes: position of the argument that it may write to, and return; None: to none.
         flag: position of the argument that says whether it may; without, it always may.
         reads: whether it reads values though it writes to no argument.
@@ -201,14 +189,18 @@ def seen_whole(
             between them changes; else that of the first one, and how many there are.
     """
 
-    def decorate(function: Function) -> Function:
+    writes: int | None = None
+    flag: int | None = None
+    reads: bool = False
+    several: Callable[..., Any] | None = None
+    each: bool = False
+
+    def __call__(self, function: Function) -> Function:
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes, flag, reads, several, each)
+            return watcher.note_whole(function, args, self)
 
         return call  # type: ignore[return-value]
-
-    return decorate

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from ..core.buffer_reuse import calls_around
 from ..core.change_tracking import has_hooks, replaces_forward
 from ..core.context import TensorFacts
 from ..core.op_base import BasicOperation, FusedOperation, FusibleOperation
@@ -28,6 +27,7 @@ from ..events.kinds import Change, PlanInvalidated
 from ..events.telling import emit
 from ..fuser import OperationFuser
 from ..op import fuser_alone
+from ..runtime import is_own
 from .module_sequence import Facts, ModuleSequence
 from .plain_modules import assumed_output, is_known
 
@@ -41,13 +41,7 @@ class Group(NamedTuple):
     """Why it is not fused with its neighbors: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
 
     def __call__(self, x: Any, extras: Sequence[Tensor], kwargs: Kwargs) -> Any:
-        if not extras:
-            return call(self.callee, x, extras, kwargs)
-        calls_around.depth += 1
-        try:
-            return call(self.callee, x, extras, kwargs)
-        finally:
-            calls_around.depth -= 1
+        return call(self.callee, x, extras, kwargs)
 
     def stays_called(self) -> bool:
         """Whether the hook or the forward because of which the module is called is still there."""
@@ -107,8 +101,8 @@ def _is_wrapped(module: nn.Module) -> bool:
     Libraries that set one call the module's own within it.
     """
     cls = type(module)
-    ours = cls.forward.__module__.startswith("opfuser.")
-    return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
+    own = is_own(cls.forward.__module__)
+    return own and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 
 def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> Planned:

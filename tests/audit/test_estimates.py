@@ -13,7 +13,8 @@ from benchmarks.memory import Size, items
 from opfuser.report.audit import MissedFusion, audit
 from opfuser.report.audit.estimates import unfused
 from opfuser.report.target import Target
-from opfuser.report.traffic import model_traffic, traffic
+from opfuser.report.traffic import model_traffic
+from tests.report.counted import traffic
 
 from .ground_truth import TRUTHS, D
 

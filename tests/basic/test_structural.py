@@ -25,7 +25,6 @@ from tests.basic.values import DTYPES
 
 VALUES: dict[str, tuple[BasicOperation, Any]] = {
     "AddExtraInput": (AddExtraInput(), torch.add),
-    "AddExtraInput in place": (AddExtraInput(in_place=True), torch.add),
     "MakeExtraOutput": (MakeExtraOutput(), lambda x: (x * 1, x * 1)),
     "MakeExtraOutput in place": (MakeExtraOutput(in_place=True), lambda x: (x * 1, x * 1)),
     **{f"ConstantScale {c}": (ConstantScale(c), lambda x, c=c: x * c) for c in (0.37, -2, 0.0, 1)},

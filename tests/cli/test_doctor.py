@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,7 +111,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) ->
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, version: Callable[[str], str | None]) -> None:
-    monkeypatch.setattr(doctor, "_installed", version)
+    monkeypatch.setattr(doctor, "version", version)
 
 
 def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +230,12 @@ PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         "OPFUSER_ENABLE names 'foo', but no fusion has that name.",
     ),
 }
+
+
+def test_variables_that_the_library_reads_are_known() -> None:
+    sources = Path(opfuser.__file__).parent.rglob("*.py")
+    named = re.findall(r"OPFUSER_[A-Z_]*[A-Z]", "".join(file.read_text() for file in sources))
+    assert sorted({*named}) == sorted(doctor.KNOWN_VARIABLES)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

@@ -363,7 +363,7 @@ class _Late(NamedTuple):
 
 @check
 def a_shared_expert_computes_meanwhile(rank: int, ranks: int) -> None:
-    """In forward its two products, in backward the four; and nothing reads rows before they come."""
+    """Two products in forward, four in backward; and nothing reads rows before they come."""
     seen: list[str] = []
     exchange = dist.all_to_all_single
 

@@ -132,7 +132,6 @@ def test_page_says_what_the_plan_says(
     said = [
         reason(Sequential(*operations()).double(), wide, wide),
         reason(Sequential(*operations((2, 3))), x, x),
-        reason(Sequential(AddExtraInput(in_place=True), *operations()[1:]), x, x),
     ]
     with torch.autocast("cpu"):
         said.append(reason(Sequential(*operations()), x, x))
@@ -143,7 +142,7 @@ def test_page_says_what_the_plan_says(
     monkeypatch.setattr(module, "installed", lambda package: package != "liger_kernel")
     said.append(str(requires.missing(cuda)))
     assert [text for text in said if f"| `{text}` |" not in PAGE] == []
-    codes = "DTYPE SHAPE IN_PLACE AUTOCAST DEVICE MISSING_PACKAGE".split()
+    codes = "DTYPE SHAPE AUTOCAST DEVICE MISSING_PACKAGE".split()
     assert [text.partition(":")[0] for text in said] == codes
 
 

@@ -254,7 +254,7 @@ def test_backward_under_autocast_runs_in_the_dtype_of_forward() -> None:
         same(grads(y, [x, seq[0].w]), expected)
 
 
-class KeepsNumbers(BasicOperation):
+class KeepsNumbers(opfuser.BasicOperation):
     """Sets attributes of its context, under names that others may have thought of, too."""
 
     names = ("span", "kept", "output_like", "saved", "x")

@@ -109,7 +109,7 @@ def make(parts: list[nn.Module]) -> tuple[Sequential, Tensor]:
 
 
 def test_a_residual_is_not_written_to() -> None:
-    seq, x = make([*FORMS["biases"](), AddExtraInput(in_place=True)])
+    seq, x = make([*FORMS["biases"](), AddExtraInput()])
     z = torch.randn(5, 3, dtype=F64)
     before = z.clone()
     seq(x, z).sum().backward()

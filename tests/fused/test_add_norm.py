@@ -32,7 +32,6 @@ from tests.fused.examples import (
     filled,
     leaf,
     only,
-    refused,
     results,
 )
 
@@ -121,11 +120,3 @@ def test_a_residual_inside_the_sequence(kind: str) -> None:
         got = results(seq, seq.parameters(), x)
     with only():
         assert_same(got, results(seq, seq.parameters(), x))
-
-
-@each_norm
-def test_a_sum_that_the_caller_orders_in_place_is_refused(kind: str) -> None:
-    ops = [AddExtraInput(in_place=True), NORMS[kind](6)]
-    with torch.no_grad():
-        why = refused(Sequential(*ops), f"forward_add_{kind}_norm", *torch.randn(2, 3, 6))
-    assert [text.partition(":")[0] for _, text in why] == ["IN_PLACE"]

@@ -23,7 +23,7 @@ from opfuser.integrations.te import (
     load_te_state_dict,
     te_state_dict,
 )
-from opfuser.kernels.quantize_plain import scale_for_plain
+from opfuser.kernels.quantize_plain import scale_for
 from opfuser.quantization.operation_state import state_of
 from opfuser.recipe import DelayedScaling, Format
 
@@ -161,7 +161,7 @@ def test_training_goes_on_with_the_scales_that_it_had(
 def test_the_reference_rounds_as_scale_for_does(te: Any) -> None:
     half = Half(1, [448.0], te.DelayedScaling())
     half.see(torch.tensor([0.3]))
-    assert torch.equal(half.scale, scale_for_plain(torch.tensor([0.3]), DTYPES[0]))
+    assert torch.equal(half.scale, scale_for(torch.tensor([0.3]), DTYPES[0]))
 
 
 def test_modules_have_scales_of_each_gemm(te: Any) -> None:

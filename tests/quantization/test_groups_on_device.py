@@ -17,7 +17,7 @@ from opfuser import GroupedLinear
 from opfuser.basic import scaled_activation
 from opfuser.gemm import scaled_groups
 from opfuser.kernels import grouped_products
-from opfuser.kernels.groups import group_ends
+from opfuser.kernels.groups import Grouped, group_ends
 from opfuser.kernels.launch import recorded
 from opfuser.models.moe import MoEConfig, experts
 from opfuser.quantization.quantizers import OperandQuantizer
@@ -230,8 +230,8 @@ def test_rows_behind_the_last_group_have_no_part_in_scales() -> None:
     x[150:] = float("nan")
     ends = group_ends(torch.tensor([50, 100]), 200)
     quantizer = OperandQuantizer(GroupedLinear(2, 64, 64), Float8CurrentScaling())
-    codes = quantizer.quantize_groups("input", x, ends, 2, rows=True, cols=True)
-    alone = quantizer.quantize_groups("input", x[:150], ends, 2, rows=True, cols=True)
+    codes = quantizer.quantize_groups("input", x, Grouped(2, ends), rows=True, cols=True)
+    alone = quantizer.quantize_groups("input", x[:150], Grouped(2, ends), rows=True, cols=True)
     assert codes.rows is not None
     assert alone.rows is not None
     assert codes.cols is not None

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser.engine.plan import Plan
-from opfuser.report.traffic import Traffic, traffic
+from opfuser.report.traffic import Traffic
 from tests.cli import models
+from tests.report.counted import traffic
 
 C = 16
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,8 +13,9 @@ from benchmarks import memory
 from opfuser.errors import TargetError
 from opfuser.report.kernel_counts import Counts, counting
 from opfuser.report.target import Target, load
-from opfuser.report.traffic import StepTraffic, model_traffic, traffic
+from opfuser.report.traffic import StepTraffic, model_traffic
 from tests.cli import models
+from tests.report.counted import traffic
 
 R, C, D = 6, 16, 64  # rows, columns of the input, and of what is inside
 F32 = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...runtime import is_own
 from ..change_tracking import has_hooks, is_compiled, replaces_forward
 from .fused import FusedOperation
 from .fusible import FusibleOperation
@@ -15,7 +16,7 @@ def is_built_in(op: nn.Module) -> bool:
     Units of ``fully_shard`` are of classes that torch derives from theirs.
     """
     classes = (cls for cls in type(op).__mro__ if not cls.__module__.startswith(_OF_UNITS))
-    return next(classes).__module__.startswith("opfuser.")
+    return is_own(next(classes).__module__)
 
 
 _OF_UNITS = "torch.distributed."

@@ -16,6 +16,7 @@ from ...core.context import OperationContext
 from ...core.op_base.kinds import is_built_in
 from ...events import telling
 from ...quantization.watch import is_watched
+from ...runtime import is_own
 from ..emission import step_name
 from .functions import NotRecordableError
 from .guards import is_plain
@@ -94,7 +95,7 @@ def _holds_tensor(value: Any) -> bool:
         return any(map(_holds_tensor, value))
     if isinstance(value, dict):
         return any(map(_holds_tensor, value.values()))
-    if type(value).__module__.startswith(f"{__package__.partition('.')[0]}."):
+    if is_own(type(value).__module__):
         own = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
         return _holds_tensor([*own, *getattr(value, "__dict__", {}).values()])
     return False

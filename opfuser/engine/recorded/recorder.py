@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ... import torch_internals as internals
 from ...core.buffer_reuse import any_overlap
 from ...core.op_base.kinds import is_built_in
-from ...runtime.recording import watched
+from ...runtime.recording import seen_whole, watched
 from ..lines import Text, tuple_text
 from ..plan import Step
 from . import functions
@@ -239,14 +239,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def note_whole(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        writes: int | None,
-        flag: int | None,
-        reads: bool,
-        several: Callable[..., Any] | None,
-        each: bool,
+        self, function: Callable[..., Any], args: tuple[Any, ...], how: seen_whole
     ) -> Any:
         with internals.DisableTorchFunction():
             result = function(*args)
@@ -254,9 +247,9 @@ class Recorder(TorchFunctionMode):
         if self._refusal is None:
             with self._noting(), internals.DisableTorchFunction():
                 given = tensors_in(args)
-                if reads or writes is not None:
-                    only_reads = flag is not None and not args[flag]
-                    targets = [] if writes is None or only_reads else [args[writes]]
+                if how.reads or how.writes is not None:
+                    only_reads = how.flag is not None and not args[how.flag]
+                    targets = [] if how.writes is None or only_reads else [args[how.writes]]
                     self._refuse_memory(function.__name__, given, targets)
                 returned = [t for t in tensors_in(result) if not any(t is own for own in given)]
                 if any(_find(self._known, t) for t in returned):
@@ -265,9 +258,10 @@ class Recorder(TorchFunctionMode):
                 values = ", ".join([self._names.value(value, names) for value in args])
                 text = f"{self._names.bind(function, function.__name__)}({values})"
                 self._add(text, names, result, given, effect=True)
-                if several is not None and not (each and any(name[0] == "t" for name in names)):
+                several, of_made = how.several, any(name[0] == "t" for name in names)
+                if several is not None and not (how.each and of_made):
                     name = self._names.bind(several, several.__name__.strip("_"))
-                    about = Several(name, values, each, result.device)
+                    about = Several(name, values, how.each, result.device)
                     self.calls[-1] = self.calls[-1]._replace(about=about)
         return result
 

@@ -25,7 +25,6 @@ from ...kernels.pointwise_launch import MAX_OPERANDS
 from ...kernels.pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link
 from ...op import BasicOperation, FusibleOperation
 from ...quantization.quantizers import Quantizer
-from .._residual_sum import CHAIN
 from .part import Gradients, Part, PartGrads, Wanted
 
 _ACCEPTED = frozenset((*ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
@@ -53,7 +52,7 @@ def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
         )
     if env.compute_dtype == torch.float64:
         return Refusal("DTYPE", "there is no kernel for fp64; the steps would be the same")
-    return CHAIN.refuses_order(ops, env) or _refusal(ops)
+    return _refusal(ops)
 
 
 def _refusal(ops: Sequence[FusibleOperation]) -> Refusal | None:

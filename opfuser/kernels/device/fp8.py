@@ -138,7 +138,7 @@ def inverse_of(scale, POWER_OF_TWO: tl.constexpr = False):
 
 @triton.jit
 def scale_to(top, amax, POWER_OF_TWO: tl.constexpr):
-    """The scale that takes amax to ``top``, as ``quantize.scale_for`` defines it.
+    """The scale that takes amax to ``top``, as ``quantize_plain.scale_for`` defines it.
 
     Bits of floats are steps of their logarithms, all of one size but for fractions. So a difference
     of bits has the exponent of the quotient, which no rounding raises: no quotient of two fractions
@@ -156,7 +156,7 @@ def scale_to(top, amax, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The scale of what is at most amax, as ``quantize.scale_for`` defines it."""
+    """The scale of what is at most amax, as ``quantize_plain.scale_for`` defines it."""
     top = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
     return scale_to(top, amax, POWER_OF_TWO)
 

@@ -21,7 +21,6 @@ from .fp8 import (
     place,
     raise_amax,
     scale_from,
-    scale_of,
     square_scale_of,
     store_cols,
     store_row_blocks,
@@ -31,19 +30,6 @@ from .fp8 import (
     tile_cols,
     tile_rows,
 )
-
-
-@triton.jit
-def scales(
-    amax_ptr, scale_ptr,
-    n,
-    factor,
-    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Scales of n maxima, times ``factor``."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
-    tl.store(scale_ptr + at, scale_of(amax, E5M2, POWER_OF_TWO) * factor, mask=at < n)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from ...errors import OpfuserError
 from ...explain.reasons import rules_of
 from ...integrations.conversion import from_torch
 from ...registry import disable, enable, registry
+from ...runtime import is_own
 from ...sequence.plain_modules import replacement
 from ...sequential import Sequential
 from ..observing import SequenceCall
@@ -232,7 +233,7 @@ def _freed(module: nn.Module) -> Iterator[tuple[Refusal, str]]:
     cls = type(module)
     parent = cls.__mro__[1]
     ours = isinstance(module, BasicOperation) and not is_built_in(module)
-    known = ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent)
+    known = ours and is_own(parent.__module__) and _is_final(parent)
     if known and _extras(cls) == _extras(parent):
         module.__class__ = parent
         why = Refusal("SUBCLASS", f"{name} is a subclass of {parent.__name__}")

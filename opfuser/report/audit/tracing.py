@@ -17,6 +17,7 @@ from ...applying import is_computed
 from ...applying.deferred import Deferred
 from ...engine.recorded.functions import is_in_place, tensors_in
 from ...op import FusibleOperation
+from ...runtime import is_own
 from ...sequence.plain_modules import replacement
 from ...sequential import Sequential
 from ...torch_internals import memory_of
@@ -113,7 +114,6 @@ def name_of(node: Any) -> str:
 
 # Operators in place.
 _SPELLED = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "idiv": "div"}
-_OWN_CODE = ("torch.", "opfuser.")
 
 
 class _Recorder(TorchFunctionMode):
@@ -232,7 +232,8 @@ class _Recorder(TorchFunctionMode):
         stack = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not trace.__code__:
-            if not frame.f_globals.get("__name__", "").startswith(_OWN_CODE):
+            name = frame.f_globals.get("__name__", "")
+            if not (name.startswith("torch.") or is_own(name)):
                 stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
             frame = frame.f_back
         return Place(path, type(module).__name__, tuple(stack))

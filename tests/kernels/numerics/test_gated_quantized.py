@@ -24,7 +24,7 @@ from opfuser.kernels.quantize import (
     Scaling,
     TensorScaling,
     dequantize,
-    quantize_by_blocks,
+    quantize,
     scale_for,
 )
 from opfuser.kernels.quantize_plain import by_blocks_plain
@@ -190,12 +190,12 @@ def check_blocks(
     h_scaling = BlockScaling(h_dtype, power_of_two, square_cols)
     assert_same(
         gated_forward_quantized(x, bias, spec, h_scaling),
-        quantize_by_blocks(y, h_dtype, rows=True, cols=False, power_of_two=power_of_two),
+        quantize(y, BlockScaling(h_dtype, power_of_two), rows=True, cols=False),
         "forward",
     )
-    want_dx = quantize_by_blocks(values.dx, dtype, rows=True, cols=True, power_of_two=power_of_two)
-    h_how: Any = {"power_of_two": power_of_two, "square_cols": square_cols}
-    want_h = quantize_by_blocks(values.y, h_dtype, rows=False, cols=True, **h_how)
+    want_dx = quantize(values.dx, BlockScaling(dtype, power_of_two), rows=True, cols=True)
+    h_want = BlockScaling(h_dtype, power_of_two, square_cols)
+    want_h = quantize(values.y, h_want, rows=False, cols=True)
     made = gated_backward_quantized(dy, x, bias, spec, dx_scaling, h_scaling, column_sum=column_sum)
     are_there(made.dx, True, True, column_sum)
     if column_sum and values.dx.isfinite().all():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.grouped_products import columns_by_columns, rows_by_matrices
-from opfuser.kernels.groups import VectorScaling, group_ends, quantize_groups
+from opfuser.kernels.groups import Grouped, VectorScaling, group_ends, quantize_groups
 from opfuser.kernels.quantize import (
     BlockScaling,
     Codes,
@@ -129,7 +129,7 @@ def test_a_scale_for_each_row_and_column(
 ) -> None:
     x, ends = matrix(sum(sizes), features, device, source), ends_of(sizes, device)
     for rows, cols in ((True, True), (True, False), (False, True)):
-        made = quantize_groups(x, ends, len(sizes), scaling, rows=rows, cols=cols)
+        made = quantize_groups(x, Grouped(len(sizes), ends), scaling, rows=rows, cols=cols)
         assert [t is not None for t in made] == [rows, rows, cols, cols, False]
         check_vectors(x, made, sizes, scaling)
 
@@ -140,7 +140,7 @@ def test_rows_that_are_not_finite_or_zero(device: torch.device) -> None:
     x = torch.randn(5, 32)
     x[0], x[1, 4], x[3, 7] = 0.0, NAN, float("inf")
     made = quantize_groups(
-        x.to(device), ends_of(sizes, device), 2, VectorScaling(E4M3), rows=True, cols=True
+        x.to(device), Grouped(2, ends_of(sizes, device)), VectorScaling(E4M3), rows=True, cols=True
     )
     check_vectors(x, made, sizes, VectorScaling(E4M3))
     assert made.row_scale is not None
@@ -157,7 +157,7 @@ def test_one_scale_is_that_of_every_row(
     most = torch.full((1,), 3.0, device=device)
     seen = torch.zeros(1, device=device)
     scaling: Any = MeasuredScaling(most, E5M2) if measured else TensorScaling(most, E5M2, seen)
-    made = quantize_groups(x, ends, len(sizes), scaling, rows=True, cols=True)
+    made = quantize_groups(x, Grouped(len(sizes), ends), scaling, rows=True, cols=True)
     s = torch.tensor(expected_scale(3.0, E5M2, False)) if measured else torch.tensor(3.0)
     assert made.rows is not None
     assert made.cols is not None
@@ -181,11 +181,11 @@ def test_matrices_of_one_size_need_no_ends(scales: str, rows: int, device: torch
     count, features = 3, 48
     x, sizes = matrix(count * rows, features, device, torch.bfloat16), [rows] * count
     if scales == "vectors":
-        made = quantize_groups(x, None, count, VectorScaling(E4M3), rows=True, cols=True)
+        made = quantize_groups(x, Grouped(count), VectorScaling(E4M3), rows=True, cols=True)
         check_vectors(x, made, sizes, VectorScaling(E4M3))
         return
     own = torch.tensor([1.0, 2.0, 4.0] if scales == "own" else [2.0], device=device)
-    made = quantize_groups(x, None, count, TensorScaling(own, E4M3), rows=True, cols=True)
+    made = quantize_groups(x, Grouped(count), TensorScaling(own, E4M3), rows=True, cols=True)
     s = own.cpu().expand(count).repeat_interleave(rows)
     assert made.rows is not None
     assert made.cols is not None
@@ -206,7 +206,7 @@ def test_matrices_of_one_size_need_no_ends(scales: str, rows: int, device: torch
 )
 def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -> None:
     x, ends = matrix(sum(sizes), 256, device, torch.bfloat16), ends_of(sizes, device)
-    made = quantize_groups(x, ends, len(sizes), scaling, rows=True, cols=True)
+    made = quantize_groups(x, Grouped(len(sizes), ends), scaling, rows=True, cols=True)
     values, (dtype, power, squares) = x.cpu().float(), scaling
     assert made.rows is not None
     assert made.cols is not None
@@ -303,10 +303,10 @@ def test_products_of_vectors(
                 ((sum(sizes), k), (sum(sizes), n), (count * n, k)))  # fmt: skip
     both: Any = {"rows": True, "cols": True}
     xq, wq = (
-        quantize_groups(t, at, count, VectorScaling(formats[1]), **both)
+        quantize_groups(t, Grouped(count, at), VectorScaling(formats[1]), **both)
         for t, at in ((x, ends), (w, None))
     )
-    dyq = quantize_groups(dy, ends, count, VectorScaling(formats[0]), **both)
+    dyq = quantize_groups(dy, Grouped(count, ends), VectorScaling(formats[0]), **both)
     for codes in (xq, dyq, wq):
         assert None not in codes[:4]
     of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)  # type: ignore[arg-type]
@@ -371,8 +371,8 @@ def test_products_of_blocks(sizes: list[int], squares: bool, device: torch.devic
     x, dy = matrix(sum(sizes), k, device), matrix(sum(sizes), n, device)
     w = matrix(count * n, k, device)
     both: Any = {"rows": True, "cols": True}
-    xq: Any = quantize_groups(x, ends, count, BlockScaling(E4M3, True, squares), **both)
-    dyq: Any = quantize_groups(dy, ends, count, BlockScaling(E4M3), **both)
+    xq: Any = quantize_groups(x, Grouped(count, ends), BlockScaling(E4M3, True, squares), **both)
+    dyq: Any = quantize_groups(dy, Grouped(count, ends), BlockScaling(E4M3), **both)
     wq: Any = quantize_by_squares(w, E4M3, **both)
     b, bt = wq.rows.view(count, n, k), wq.cols.view(k, count, n).transpose(0, 1)
     scale = wq.row_scale[:, : k // 128].view(count, n // 128, k // 128)
@@ -398,8 +398,8 @@ def test_results_in_given_memory(device: torch.device) -> None:
     sizes = [3, 0, 5]
     ends, x, w = ends_of(sizes, device), matrix(8, 32, device), matrix(48, 32, device)
     scaling = VectorScaling(E4M3)
-    xq: Any = quantize_groups(x, ends, 3, scaling, rows=True, cols=True)
-    wq: Any = quantize_groups(w, None, 3, scaling, rows=True, cols=False)
+    xq: Any = quantize_groups(x, Grouped(3, ends), scaling, rows=True, cols=True)
+    wq: Any = quantize_groups(w, Grouped(3), scaling, rows=True, cols=False)
     given = xq.rows, wq.rows.view(3, 16, 32), xq.row_scale, wq.row_scale.view(3, 16), ends
     out = torch.full((8, 16), NAN, device=device)
     assert rows_by_matrices(*given, torch.float32, split=True, out=out) is out
@@ -421,8 +421,8 @@ def test_rows_that_are_gathered(
         scaling = TensorScaling(torch.tensor([3.0], device=device), E5M2)
     sources = torch.randint(40, (sum(sizes),), device=device, dtype=integer)
     how: Any = {"rows": True, "cols": True}
-    made = quantize_groups(x, ends, len(sizes), scaling, sources=sources, **how)
-    copied = quantize_groups(x[sources], ends, len(sizes), scaling, **how)
+    made = quantize_groups(x, Grouped(len(sizes), ends, sources), scaling, **how)
+    copied = quantize_groups(x[sources], Grouped(len(sizes), ends), scaling, **how)
     used = bounds(sizes)[-1][1].stop
     for own, other in ((made.rows, copied.rows), (made.cols, copied.cols)):
         assert own is not None

@@ -1,21 +1,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from opfuser.kernels.quantize import (
+    BlockScaling,
     Codes,
     MeasuredScaling,
+    TensorScaling,
     amax_of,
     largest,
     quantize,
-    quantize_by_blocks,
     quantize_by_squares,
-    quantize_by_tensor,
     scale_for,
     transpose_codes,
 )
@@ -51,7 +50,7 @@ def check_by_tensor(
 ) -> None:
     s = torch.tensor([scale], device=x.device)
     before = x.clone()
-    made = quantize_by_tensor(x, s, dtype, rows=rows, cols=cols)
+    made = quantize(x, TensorScaling(s, dtype), rows=rows, cols=cols)
     is_wanted(made, rows, cols)
     codes = padded(expected(x, s, dtype))
     if rows:
@@ -89,7 +88,7 @@ def check_by_squares(x: Tensor, made: Codes, dtype: torch.dtype, power_of_two: b
 def test_every_value_of_a_format_has_its_own_code(dtype: torch.dtype, device: torch.device) -> None:
     sizes = torch.tensor(values(dtype))
     every = torch.stack((sizes, -sizes)).to(device)
-    made = quantize_by_tensor(every, torch.ones(1, device=device), dtype, rows=True, cols=True)
+    made = quantize(every, TensorScaling(torch.ones(1, device=device), dtype), rows=True, cols=True)
     want = torch.arange(len(sizes), dtype=torch.uint8)
     assert_codes(made.rows, padded(torch.stack((want, want + 0x80))), dtype)
     assert largest(dtype) == TOP[dtype] == torch.finfo(dtype).max
@@ -195,7 +194,7 @@ def test_amax_is_raised_in_the_same_pass(
     x[(0, 127, 128), (0, 64, 3)] = torch.tensor(values_, dtype=dtype)
     amax = torch.tensor([before], device=device)
     scale = torch.ones(1, device=device)
-    quantize_by_tensor(x.to(device), scale, FORMATS[0], rows=True, cols=False, amax=amax)
+    quantize(x.to(device), TensorScaling(scale, FORMATS[0], amax), rows=True, cols=False)
     torch.testing.assert_close(amax.cpu(), torch.tensor([after]), rtol=0, atol=0, equal_nan=True)
     own = amax_of(x.to(device)).cpu()
     want = x.float().abs().amax().view(1)
@@ -233,11 +232,11 @@ def test_column_sums(
     rows, cols = shape
     x = tensor(rows, 128 if blocks else cols, dtype=dtype, device=device)
     if blocks:
-        made = quantize_by_blocks(x, FORMATS[0], rows=True, cols=False, column_sum=True)
+        made = quantize(x, BlockScaling(FORMATS[0]), rows=True, cols=False, column_sum=True)
         is_wanted(made, True, False, True)
     else:
         scale = torch.ones(1, device=device)
-        made = quantize_by_tensor(x, scale, FORMATS[0], rows=False, cols=True, column_sum=True)
+        made = quantize(x, TensorScaling(scale, FORMATS[0]), rows=False, cols=True, column_sum=True)
         is_wanted(made, False, True, True)
     assert made.column_sum.dtype == dtype
     exact = x.double().sum(0)
@@ -249,7 +248,7 @@ def test_column_sums(
 def test_column_sums_are_rounded_once(device: torch.device) -> None:
     x = tensor(300, 48, dtype=torch.float16, device=device)
     scale = torch.ones(1, device=device)
-    made = quantize_by_tensor(x, scale, FORMATS[0], rows=True, cols=True, column_sum=True)
+    made = quantize(x, TensorScaling(scale, FORMATS[0]), rows=True, cols=True, column_sum=True)
     assert_rounded_once(made.column_sum, x.double().sum(0))
 
 
@@ -267,6 +266,12 @@ def test_scales(dtype: torch.dtype, power_of_two: bool, device: torch.device) ->
     assert_scales(scale_for(amax.to(device), dtype, power_of_two=power_of_two, margin=4), want / 16)
     one = scale_for(amax[:1].to(device), dtype, power_of_two=power_of_two)
     assert_scales(one, want[:1])
+    # As kernels compute them: of a block with one entry that is not 0.
+    entries = torch.zeros(len(amax), 128)
+    entries[:, 5] = amax
+    scaling = BlockScaling(dtype, power_of_two)
+    (of_rows,) = quantize(entries.to(device), scaling, rows=True, cols=False).row_scale
+    assert_scales(of_rows[: len(amax)], inverse(want))
     finite = got.cpu()[:-2]
     product = finite.double() * amax[:-2].double()
     assert (product <= top * (1 + 2**-24)).all()
@@ -298,15 +303,14 @@ def test_blocks_and_squares(
 ) -> None:
     x = uneven(rows, 256, source, device, layout)
     by_rows, by_cols = wanted
-    made = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
+    made = quantize(x, BlockScaling(dtype, power_of_two), rows=by_rows, cols=by_cols)
     is_wanted(made, by_rows, by_cols)
     assert_blocks(x, made, dtype, power_of_two)
     assert not made.has_square_cols
     squares = quantize_by_squares(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
     is_wanted(squares, by_rows, by_cols)
     check_by_squares(x, squares, dtype, power_of_two)
-    how: Any = {"power_of_two": power_of_two, "square_cols": True}
-    mixed = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, **how)
+    mixed = quantize(x, BlockScaling(dtype, power_of_two, True), rows=by_rows, cols=by_cols)
     assert mixed.has_square_cols == by_cols
     for own, want in zip(mixed[:4], (*made[:2], *squares[2:4])):
         assert (own is None) == (want is None)
@@ -326,7 +330,7 @@ def test_blocks_of_zeros_infinities_and_extremes(
         x[row, row + 16] = value / 3
     x[129, (40, 41)] = torch.tensor([INF, NAN])  # in a block that ends with padding
     x = x.to(device)
-    made = quantize_by_blocks(x, dtype, rows=True, cols=True, power_of_two=power_of_two)
+    made = quantize(x, BlockScaling(dtype, power_of_two), rows=True, cols=True)
     assert_blocks(x, made, dtype, power_of_two)
     for square in (x, x[2:]):
         made = quantize_by_squares(square, dtype, rows=True, cols=True, power_of_two=power_of_two)
@@ -338,15 +342,15 @@ def test_no_rows(cols: int, device: torch.device) -> None:
     x = torch.empty(0, cols, dtype=torch.bfloat16, device=device)
     amax = torch.full((1,), 2.0, device=device)
     scale = torch.full((1,), 4.0, device=device)
-    made = quantize_by_tensor(
-        x, scale, FORMATS[0], rows=True, cols=True, amax=amax, column_sum=True
+    made = quantize(
+        x, TensorScaling(scale, FORMATS[0], amax), rows=True, cols=True, column_sum=True
     )
     assert (made.rows.shape, made.cols.shape) == ((0, cols), (cols, 0))
     assert (made.row_scale.tolist(), made.col_scale.tolist()) == ([0.25], [0.25])
     assert amax.tolist() == [2.0]
     assert made.column_sum.tolist() == [0.0] * cols
     if cols == 128:
-        made = quantize_by_blocks(x, FORMATS[0], rows=True, cols=True, column_sum=True)
+        made = quantize(x, BlockScaling(FORMATS[0]), rows=True, cols=True, column_sum=True)
         assert [tuple(t.shape) for t in made] == [(0, 128), (1, 0), (128, 0), (0, 128), (128,)]
         assert not made.column_sum.count_nonzero()
         made = quantize_by_squares(x, FORMATS[0], rows=True, cols=True)
@@ -355,9 +359,10 @@ def test_no_rows(cols: int, device: torch.device) -> None:
 
 def test_blocks_refuse_columns_that_do_not_fill_them(device: torch.device) -> None:
     x = torch.ones(2, 130, device=device)
-    for quantized in (quantize_by_blocks, quantize_by_squares):
-        with pytest.raises(RuntimeError, match="130"):
-            quantized(x, FORMATS[0], rows=True, cols=False)
+    with pytest.raises(RuntimeError, match="130"):
+        quantize(x, BlockScaling(FORMATS[0]), rows=True, cols=False)
+    with pytest.raises(RuntimeError, match="130"):
+        quantize_by_squares(x, FORMATS[0], rows=True, cols=False)
 
 
 @pytest.mark.gpu
@@ -370,7 +375,7 @@ def test_the_transpose_is_that_of_the_rows_on_a_gpu(
     for source in DTYPES:
         x = (torch.randn(shape, device="cuda") * 3).to(source)
         s = scale_for(amax_of(x), dtype)
-        made = quantize_by_tensor(x, s, dtype, rows=True, cols=True)
+        made = quantize(x, TensorScaling(s, dtype), rows=True, cols=True)
         bits, want = made.rows.view(torch.uint8), padded(expected(x, s, dtype))
         assert torch.equal(bits.t(), made.cols.view(torch.uint8))
         assert torch.equal(bits.cpu(), want)

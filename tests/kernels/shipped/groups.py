@@ -9,23 +9,18 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.grouped_products import columns_by_columns, rows_by_matrices
-from opfuser.kernels.groups import GroupScaling, VectorScaling, maxima_of_groups, quantize_groups
+from opfuser.kernels.groups import (
+    Grouped,
+    VectorScaling,
+    maxima_of_groups,
+    quantize_groups,
+)
 from opfuser.kernels.quantize import BlockScaling, MeasuredScaling, TensorScaling
 from tests.kernels.shipping import Family, Shipped, empty
 
 FP32, BF16, INT32 = torch.float32, torch.bfloat16, torch.int32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHIPPED = Family()
-
-
-def measured(x: Tensor, groups: int, ends: Tensor | None, **wanted: bool) -> object:
-    return maxima_of_groups(x, ends, groups, **wanted)
-
-
-def quantized(
-    x: Tensor, groups: int, ends: Tensor | None, scaling: GroupScaling, **how: Any
-) -> object:
-    return quantize_groups(x, ends, groups, scaling, **how)
 
 
 one = empty(1, dtype=FP32)
@@ -43,7 +38,7 @@ for rows, groups, features, uniform, source in (
     (8192, 32, 2048, False, FP32),
 ):
     x = empty(rows, features, dtype=source)
-    ends = None if uniform else empty(2, groups, dtype=INT32)
+    grouped = Grouped(groups, None if uniform else empty(2, groups, dtype=INT32))
     size = f"{rows} in {groups} x {features} {source}"
     byte = 1 / source.itemsize
     padded = byte * (1 if uniform else 1 + groups * 128 / rows)
@@ -59,8 +54,8 @@ for rows, groups, features, uniform, source in (
             # Vectors are read twice, and of each row and column a maximum.
             twice = 2.02 if kind == "vectors" else 1.02
             SHIPPED.ship(
-                f"{size} {kind} {name}", twice + passes[name], quantized, x,
-                groups=groups, ends=ends, scaling=scaling, **wanted,
+                f"{size} {kind} {name}", twice + passes[name], quantize_groups, x,
+                groups=grouped, scaling=scaling, **wanted,
             )  # fmt: skip
         if features % 128 == 0 and not uniform:
             for scaling in (
@@ -70,22 +65,20 @@ for rows, groups, features, uniform, source in (
             ):
                 scales = passes[name] / byte * 4 / 128 * byte
                 SHIPPED.ship(
-                    f"{size} {scaling} {name}", 1 + passes[name] + scales, quantized, x,
-                    groups=groups, ends=ends, scaling=scaling, **wanted,
+                    f"{size} {scaling} {name}", 1 + passes[name] + scales, quantize_groups, x,
+                    groups=grouped, scaling=scaling, **wanted,
                 )  # fmt: skip
-    SHIPPED.ship(
-        f"{size} maxima", 1.02, measured, x, groups=groups, ends=ends, rows=True, cols=True
-    )
+    SHIPPED.ship(f"{size} maxima", 1.02, maxima_of_groups, x, groups=grouped, rows=True, cols=True)
 
 
 # Gathered from tokens of 8 experts each, which a GPU's cache holds until all have read them.
 x, sources = empty(131072 // 8, 2048), empty(131072, dtype=torch.int64)
-ends = empty(2, 128, dtype=INT32)
+grouped = Grouped(128, empty(2, 128, dtype=INT32), sources)
 for scaling in (VectorScaling(E4M3), TensorScaling(one, E4M3), BlockScaling(E4M3, True, True)):
     twice = 2 if isinstance(scaling, VectorScaling) else 1
     SHIPPED.ship(
-        f"gathered, {scaling}", twice + 4 + 4 * 1.125 + 0.3, quantized, x,
-        groups=128, ends=ends, scaling=scaling, sources=sources, rows=True, cols=True,
+        f"gathered, {scaling}", twice + 4 + 4 * 1.125 + 0.3, quantize_groups, x,
+        groups=grouped, scaling=scaling, rows=True, cols=True,
     )  # fmt: skip
 
 

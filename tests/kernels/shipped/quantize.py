@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.quantize import (
+    BlockScaling,
     MeasuredScaling,
+    TensorScaling,
     amax_of,
     quantize,
-    quantize_by_blocks,
     quantize_by_squares,
-    quantize_by_tensor,
-    scale_for,
     transpose_codes,
 )
 from tests.kernels.shipping import Family, empty
@@ -23,7 +22,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def by_tensor(x: Tensor, *, dtype: torch.dtype, amax: bool, **how: bool) -> object:
     one = empty(1, dtype=FP32)
-    return quantize_by_tensor(x, one, dtype, amax=torch.empty_like(one) if amax else None, **how)
+    scaling = TensorScaling(one, dtype, torch.empty_like(one) if amax else None)
+    return quantize(x, scaling, **how)
 
 
 def measured(x: Tensor, *, dtype: torch.dtype, **how: bool) -> object:
@@ -31,7 +31,6 @@ def measured(x: Tensor, *, dtype: torch.dtype, **how: bool) -> object:
 
 
 SHIPPED = Family()
-SHIPPED.ship("scales", 2, scale_for, empty(128, dtype=FP32), dtype=E4M3)
 for rows, cols, source in (
     (8192, 4096, BF16),
     (8192, 14336, BF16),
@@ -67,15 +66,16 @@ for rows, cols, source in (
             dtype=E5M2 if layouts == 2 else E4M3, **how,
         )  # fmt: skip
     if cols == 4096:
-        for name, how, layouts in (
-            ("both", {**both, "power_of_two": False}, 2),
-            ("both with sums", {**both, "column_sum": True}, 2),
-            ("rows", by_rows, 1),
-            ("cols", {"rows": False, "cols": True}, 1),
-            ("both, columns in squares", {**both, "square_cols": True}, 2),
+        blocks, squares = BlockScaling(E4M3), BlockScaling(E4M3, square_cols=True)
+        for name, scaling, how, layouts in (
+            ("both", BlockScaling(E4M3, power_of_two=False), both, 2),
+            ("both with sums", blocks, {**both, "column_sum": True}, 2),
+            ("rows", blocks, by_rows, 1),
+            ("cols", blocks, {"rows": False, "cols": True}, 1),
+            ("both, columns in squares", squares, both, 2),
         ):
             passes = 1 + layouts * (layout + scales)
-            SHIPPED.ship(f"{size} blocks {name}", passes, quantize_by_blocks, x, dtype=E4M3, **how)
+            SHIPPED.ship(f"{size} blocks {name}", passes, quantize, x, scaling=scaling, **how)
         SHIPPED.ship(f"{size} squares", 1 + 2 * layout, quantize_by_squares, x, dtype=E4M3, **both)
 
 for dtype in (BF16, FP32):
