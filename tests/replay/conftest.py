@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine.replayed import graphs
-from tests.replay.recorded import RecordedGraph
+from tests.replay.recorded import replayed_on_a_cpu
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    with replayed_on_a_cpu():
+        yield torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
 
 
 @pytest.fixture
