@@ -27,9 +27,8 @@ from benchmarks.gpu.small import with_share_of_time
 from benchmarks.gpu.small_problems import ENTRIES, FIRST, GRAPHED
 from benchmarks.gpu.torch_models import share
 from examples.lm_recipes import RECIPES
-from opfuser.engine.replayed import graphs
 from opfuser.report.bench import saved_bytes
-from tests.replay.recorded import RecordedGraph
+from tests.replay.recorded import replayed_on_a_cpu
 
 # Whichever test is the first of a process gets the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -649,10 +648,10 @@ def test_share_keeps_ties_and_refuses_other_models() -> None:
 
 
 def test_modes_of_replay_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
     monkeypatch.setattr(replay, "missing", lambda device: None)
     case = replay_modes.in_modes(FIRST)
-    rows = replay_modes.over_off(list(solve(case, CPU, ())))
+    with replayed_on_a_cpu():
+        rows = replay_modes.over_off(list(solve(case, CPU, ())))
     own = {row["contestant"]: row for row in rows}
     assert own.keys() == {"opfuser", "torch", replay_modes.AUTO, replay.REPLAYED, GRAPHED}
     assert "failure" in own.pop(GRAPHED), "that needs a CUDA device"

@@ -255,22 +255,6 @@ def test_mistakes_are_one_line(
     assert expected.replace("FILE", file) in lines[-1]
 
 
-def test_wrong_file_of_the_environment_does_not_keep_one_from_checking_it(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path, "joints: {}")
-    monkeypatch.setattr(registry, "_file", file)
-    monkeypatch.setattr(registry, "_folder", str(tmp_path))
-    for command in (["config", "check", file], ["fusions", "list"]):
-        status, (line,) = run(*command)
-        assert status == 1
-        assert line.startswith(
-            f"opfuser: This is not a key ({file}:2, the configuration). Received"
-        )
-        assert line.endswith("Received: 'joints'. Did you mean 'joint'?")
-    assert run("config", "show")[0] == 0
-
-
 @pytest.mark.parametrize("command", ["config", "fusions"])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     subs = {"config": ("show", "check"), "fusions": ("list", "show")}[command]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+# torch has no other place for context_parallel_unshard.
 from torch.distributed.tensor.experimental import _attention as torchs
 from torch.multiprocessing import spawn
 from torch.nn import functional as F
@@ -85,7 +86,7 @@ def context_parallel() -> Iterator[None]:
     def function(*args: Any, **kwargs: Any) -> Tensor:
         return attention_of_all(*args, **kwargs)
 
-    function.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    function.__module__ = "torch.distributed.tensor.experimental._context_parallel"
     with mock.patch.object(F, "scaled_dot_product_attention", function):
         yield
 

@@ -7,7 +7,6 @@ import copy
 import warnings
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from opfuser import (
     ReduceScatter,
     Sequential,
 )
-from opfuser.engine.replayed import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.optim import MasterWeights
@@ -41,7 +39,7 @@ from opfuser.recipe import (
 from tests.contract.gradients import handed_over
 from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.distributed.sharded import assert_same, batches, gradients_of_one, shard, twins, whole
-from tests.replay.recorded import RecordedGraph
+from tests.replay.recorded import replayed_on_a_cpu
 
 pytestmark = pytest.mark.distributed
 
@@ -264,7 +262,7 @@ def replayed_data_parallel(rank: int, ranks: int) -> None:
     for as_view in (False, True):
         models = replayable_pair()
         wrapped = [DistributedDataParallel(m, gradient_as_bucket_view=as_view) for m in models]
-        with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+        with replayed_on_a_cpu():
             train_both(list(models), wrapped, rank, ranks)
             for _ in range(3):
                 x = torch.randn(ranks, ROWS, IN, dtype=torch.float64)[rank]
@@ -289,7 +287,7 @@ def replayed_fully_sharded(rank: int, ranks: int) -> None:
         mesh = init_device_mesh("cpu", (ranks,))
         for m in models:
             fully_shard(m, mesh=mesh, reshard_after_forward=reshard)
-        with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+        with replayed_on_a_cpu():
             train_both(list(models), list(models), rank, ranks)
 
 

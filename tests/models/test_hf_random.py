@@ -149,7 +149,7 @@ IRRELEVANT = set(
     "reorder_and_upcast_attn chunk_size_feed_forward is_encoder_decoder".split()
 )
 # Read for others, and without an effect in the model of this type.
-WITHOUT_EFFECT = {"gpt2": {"pad_token_id"}}
+WITHOUT_EFFECT = {"GPT2": {"pad_token_id"}}
 
 
 class Watched:
@@ -172,12 +172,11 @@ def test_every_attribute_that_a_model_reads_is_read(family: str) -> None:
         sizes = sample_encoder(family, seed) if family in ENCODERS else sample(family, seed)
         config = getattr(hf, f"{family}Config")(**sizes)
         made.from_hf(Watched(config, read))
-    module = f"transformers.models.{config.model_type.removesuffix('_text')}"
-    name = module.rpartition(".")[2]
-    source = inspect.getsource(importlib.import_module(f"{module}.modeling_{name}"))
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    source = inspect.getsource(importlib.import_module(module))
     there = set(re.findall(r"config\.([a-z_]+)", source))
     there |= set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", source))
-    unread = there - read - IRRELEVANT - WITHOUT_EFFECT.get(name, set())
+    unread = there - read - IRRELEVANT - WITHOUT_EFFECT.get(family, set())
     synonyms = config.attribute_map
     assert not unread - {n for n, other in synonyms.items() if other in read}
 

@@ -182,9 +182,10 @@ def test_a_launch_without_a_compiler_says_what_to_install(
 ) -> None:
     build = pytest.importorskip("triton.runtime.build")
     plant(monkeypatch)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def fails() -> None:
-        build._build("launcher", str(tmp_path / "launcher.c"), str(tmp_path), [], [], [], [])
+        build.compile_module_from_src("int x;", "launcher")
 
     with pytest.raises(
         CompilerError, match=r"^Triton finds no C compiler: .*\(nowhere:nothing\)\.$"
