@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+
 # torch has no other place for context_parallel_unshard.
 from torch.distributed.tensor.experimental import _attention as torchs
 from torch.multiprocessing import spawn

@@ -203,33 +203,6 @@ def grad_with_gathered_input(rank: int, ranks: int) -> None:
     close(start, 1 + part(whole.dw, rank, ranks, 0))
 
 
-@check
-def data_parallel_grad_accumulation(rank: int, ranks: int) -> None:
-    """Its hooks on autograd's nodes get no gradient, and read ``grad``."""
-    for as_view in (False, True):
-        kwargs = {"dtype": torch.float64, "accumulate_into_grad": True}
-        model = Sequential(Linear(IN, OUT, **kwargs), GELU(), Linear(OUT, 5, **kwargs))
-        copied = [p.detach().clone().requires_grad_() for p in model.parameters()]
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-        for to_none in (True, True, False):
-            model.zero_grad(set_to_none=to_none)
-            exact = [torch.zeros_like(p) for p in copied]
-            for step in range(3):
-                xs = [torch.randn(ROWS, IN, dtype=torch.float64) for _ in range(ranks)]
-                for x in xs:
-                    w1, b1, w2, b2 = copied
-                    h = F.gelu(F.linear(x, w1, b1), approximate="tanh")
-                    dws = torch.autograd.grad(F.linear(h, w2, b2).square().sum(), copied)
-                    exact = [total + dw / ranks for total, dw in zip(exact, dws)]
-                with contextlib.nullcontext() if step == 2 else wrapped.no_sync():
-                    y = wrapped(xs[rank])
-                    told = [handed_over(y, op.weight) for op in (model[0], model[2])]
-                    y.square().sum().backward()
-                assert told == [[step == 0 and to_none]] * 2
-            for p, grad in zip(model.parameters(), exact):
-                close(p.grad, grad)
-
-
 def replayable_pair() -> tuple[Sequential, nn.Sequential]:
     """A model whose calls are replayed, and the same in torch.nn."""
     torch.manual_seed(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -28,21 +25,17 @@ from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.models import DecoderConfig, MoEConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.models.sharding import shard_layers
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.distributed.sharded import new_checkpoint, read_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 4
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 MOE = MoEConfig(16, 10, 8, 3, shared_ffn_dim=6, init_std=0.3)
 CONFIG = DecoderConfig(31, 16, 2, 4, num_kv_heads=4, dtype=torch.float64, moe=MOE)
 WITH_LOSS = replace(CONFIG, router_aux_loss_coef=0.1)
 WAYS = "two by two", "four", "four by tensors", "two by two by tensors"
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def made(model: Sequential, way: str, **how: Any) -> Sequential:
@@ -141,8 +134,7 @@ def checkpointing_of_activations(rank: int, ranks: int) -> None:
 @check
 def checkpoints(rank: int, ranks: int) -> None:
     """Written by two by two ranks, read by four, and by four that hold all experts each."""
-    folder = [TemporaryDirectory().name if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    folder = new_checkpoint()
     torch.manual_seed(1)
     ours = made(decoder_lm(WITH_LOSS), "two by two")
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
@@ -150,22 +142,14 @@ def checkpoints(rank: int, ranks: int) -> None:
     ours(*part(batches[0], "two by two")).backward()
     optimizer.step()
     optimizer.zero_grad()
-    states = dict(zip(("model", "optimizer"), get_state_dict(ours, optimizer)))
-    dcp.save(states, checkpoint_id=folder[0])
+    write_checkpoint(folder, ours, optimizer)
     torch.manual_seed(2)
     other = made(decoder_lm(WITH_LOSS), "four")
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    states = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer)))
-    dcp.load(states, checkpoint_id=folder[0])
-    set_state_dict(
-        other,
-        other_optimizer,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
+    read_checkpoint(folder, other, other_optimizer)
     one = decoder_lm(WITH_LOSS)
     plain = {"model": one.state_dict()}
-    dcp.load(plain, checkpoint_id=folder[0])
+    dcp.load(plain, checkpoint_id=folder)
     one.load_state_dict(plain["model"])
     for model in (ours, other):
         for name, p in whole(model).items():
@@ -229,11 +213,6 @@ def meshes_that_do_not_go_together(rank: int, ranks: int) -> None:
         parallelize(decoder_lm(CONFIG), everyone, expert_parallel=everyone, sequence_parallel=False)
     with pytest.raises(NotSupportedError, match=r"TopKRouter whose losses are those of a part"):
         parallelize(decoder_lm(WITH_LOSS), everyone, expert_parallel=everyone)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)

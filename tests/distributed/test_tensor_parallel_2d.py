@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -21,6 +18,7 @@ from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.models.sharding import shard_layers
 from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.distributed.sharded import new_checkpoint, read_checkpoint, write_checkpoint
 from tests.distributed.test_tensor_parallel import same, whole
 
 pytestmark = pytest.mark.distributed
@@ -68,24 +66,18 @@ def losses_of_one_process(rank: int, ranks: int) -> None:
 @check
 def checkpoints(rank: int, ranks: int) -> None:
     """Written by two by two ranks, read by four for tensor parallelism of one."""
-    folder = [TemporaryDirectory().name if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    folder = new_checkpoint()
     torch.manual_seed(1)
     ours, optimizer, part = made(decoder_lm(CONFIG))
     batch = torch.randint(31, (2, 4, 8))
     step(ours, optimizer, batch[:, 2 * part : 2 * part + 2])
-    states = dict(zip(("model", "optimizer"), get_state_dict(ours, optimizer)))
-    dcp.save(states, checkpoint_id=folder[0])
+    write_checkpoint(folder, ours, optimizer)
     loss, _ = step(ours, optimizer, batch[:, 2 * part : 2 * part + 2])
     dist.all_reduce(loss)
     alone = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))["tp"]
     other = parallelize(decoder_lm(CONFIG), alone)
     optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    states = dict(zip(("model", "optimizer"), get_state_dict(other, optimizer)))
-    dcp.load(states, checkpoint_id=folder[0])
-    set_state_dict(
-        other, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-    )
+    read_checkpoint(folder, other, optimizer)
     mine, _ = step(other, optimizer, batch)
     torch.testing.assert_close(loss / ranks, mine, rtol=1e-10, atol=0)
 

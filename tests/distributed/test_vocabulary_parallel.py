@@ -240,7 +240,9 @@ def logits_are_never_whole(rank: int, ranks: int) -> None:
     gathered: list[int] = []
 
     class Noting(Largest):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func.namespace == "c10d" and "allgather" in func.name():
                 gathered.append(args[1].numel())
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -200,18 +200,6 @@ def test_initial_weights() -> None:
         assert std == pytest.approx(wanted, rel=0.1), name
 
 
-def test_meta_device_then_materialized() -> None:
-    sizes = {**SMALL, "tied_head": False, "dtype": torch.float64}
-    config = DecoderConfig(**sizes, device="meta")
-    model = decoder_lm(config).to_empty(device="cpu")
-    source, _ = make_pair(DecoderConfig(**sizes))
-    model.load_state_dict(source.state_dict())
-    data = batch(config)
-    ours, wanted = run(model, *data), run(source, *data)
-    for name, value in wanted.items():
-        torch.testing.assert_close(ours[name], value, msg=name)
-
-
 def test_default_feed_forward_size() -> None:
     assert DecoderConfig(**{**SMALL, "dim": 96}).ffn_features == 256
     assert DecoderConfig(**{**SMALL, "dim": 128}).ffn_features == 384

@@ -55,29 +55,36 @@ def test_decoders(family: str) -> None:
         compare(run(same_model(theirs), *data), run_hf(theirs, *data), sizes)
 
 
+def encoders(family: str, seed: int, **changes: Any) -> tuple[Any, Any, dict[str, Tensor], Any]:
+    """Ours, theirs, inputs by their names there, and the sizes."""
+    sizes = {**sample_encoder(family, seed), **changes}
+    config = getattr(hf, f"{family}Config")(**sizes, attn_implementation="eager")
+    torch.manual_seed(seed)
+    theirs = getattr(hf, f"{family}Model")(config, add_pooling_layer=False).train()
+    fill(theirs, 1.0)
+    if family == "ViT":
+        ours = test_image_encoder.same_encoder(theirs)
+        images = torch.randn(3, sizes["num_channels"], *ours[0].image_size, requires_grad=True)
+        return ours, theirs, {"pixel_values": images}, sizes
+    tokens, types = torch.randint(VOCABULARY, (3, LENGTH)), torch.randint(3, (3, LENGTH))
+    ours = test_encoder.same_encoder(theirs)
+    return ours, theirs, {"input_ids": tokens, "token_type_ids": types}, sizes
+
+
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(family: str) -> None:
     for seed in SEEDS:
-        sizes = sample_encoder(family, seed)
-        config = getattr(hf, f"{family}Config")(**sizes, attn_implementation="eager")
-        torch.manual_seed(seed)
-        theirs = getattr(hf, f"{family}Model")(config, add_pooling_layer=False).train()
-        fill(theirs, 1.0)
-        if family == "ViT":
-            ours = test_image_encoder.same_encoder(theirs)
-            shape = ours[0].image_size
-            given: dict[str, Tensor] = {"": torch.randn(3, sizes["num_channels"], *shape)}
-        else:
-            ours = test_encoder.same_encoder(theirs)
-            tokens, types = torch.randint(VOCABULARY, (3, LENGTH)), torch.randint(3, (3, LENGTH))
-            given = {"input_ids": tokens, "token_type_ids": types}
-        wanted = theirs(*given.values()) if family == "ViT" else theirs(**given)
-        y = ours(*given.values())
+        ours, theirs, given, sizes = encoders(family, seed)
+        y, wanted = ours(*given.values()), theirs(**given).last_hidden_state
         dy = torch.randn(y.shape)
-        got = hf_state_dict(with_gradients(ours, y, dy))
-        there = with_gradients(theirs, wanted.last_hidden_state, dy).state_dict()
-        outputs = {"output": y}, {"output": wanted.last_hidden_state}
-        compare({**got, **outputs[0]}, {**there, **outputs[1]}, sizes)
+        sides = []
+        for model, out in ((ours, y), (theirs, wanted)):
+            inputs = [t for t in given.values() if t.requires_grad]
+            of_inputs = torch.autograd.grad(out, inputs, dy, retain_graph=True) if inputs else ()
+            grads = with_gradients(model, out, dy)
+            named = hf_state_dict(grads) if model is ours else grads.state_dict()
+            sides.append({**named, "output": out, **dict(zip(given, of_inputs))})
+        compare(*sides, sizes)
 
 
 def with_gradients(model: Any, y: Tensor, dy: Tensor) -> Any:
@@ -134,6 +141,16 @@ def test_dropout_is_where_it_is_there(family: str, name: str) -> None:
     tokens, _ = batch(0)
     ours, wanted = same_model(theirs)(tokens), theirs(input_ids=tokens, use_cache=False).logits
     assert distance(ours, wanted) <= 3e-5
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_dropout_of_encoders_is_where_it_is_there(family: str, name: str) -> None:
+    ours, theirs, given, _ = encoders(family, 3, **{name: 1.0})
+    y, wanted = ours(*given.values()), theirs(**given).last_hidden_state
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+    ours.eval()
+    assert not torch.allclose(ours(*given.values()), y)
 
 
 # What transformers looks up in a configuration, or may, and no result depends on: here, as it is

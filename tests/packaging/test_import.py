@@ -18,23 +18,15 @@ import opfuser
 
 ROOT = Path(__file__).parents[2]
 
-NEW_MODULES = """
+LOADED = """
 import json, sys
 import torch
 before = set(sys.modules)
 import opfuser
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-
-LOADED = """
-import json, sys
-import opfuser
-print(json.dumps(sorted(name for name in sys.modules if name.startswith("opfuser."))))
-"""
-
-A_STEP = """
+imported = sorted(set(sys.modules) - before)
 seq = opfuser.Sequential(opfuser.Linear(8, 16), opfuser.RMSNorm(16), opfuser.SwiGLU())
 seq(torch.ones(3, 8)).sum().backward()
+print(json.dumps([imported, sorted(sys.modules)]))
 """
 
 # Folders count.
@@ -91,25 +83,14 @@ def run_bare(code: str) -> str:
     return done.stdout
 
 
-def test_import_adds_only_torch_modules_that_are_light() -> None:
-    new = json.loads(run_bare(NEW_MODULES))
+def test_import_adds_little_that_is_light_and_a_step_what_it_needs() -> None:
+    new, after_a_step = json.loads(run_bare(LOADED))
     packages = {name.partition(".")[0] for name in new}
     assert packages <= {"opfuser", "torch", "typing_extensions"} | sys.stdlib_module_names
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
     assert [name for name in new if name.startswith(heavy)] == []
-
-
-def test_import_loads_little() -> None:
-    assert len(loaded_by("")) <= MOST_MODULES
-
-
-def loaded_by(code: str) -> list[str]:
-    return json.loads(run_bare(LOADED.replace("import opfuser", f"import torch, opfuser\n{code}")))
-
-
-def test_a_step_loads_what_it_needs() -> None:
-    loaded = loaded_by(A_STEP)
-    assert len(loaded) <= MOST_MODULES_OF_A_STEP
+    assert sum(name.startswith("opfuser.") for name in new) <= MOST_MODULES
+    assert sum(name.startswith("opfuser.") for name in after_a_step) <= MOST_MODULES_OF_A_STEP
 
 
 def test_methods_load_what_they_use() -> None:

@@ -88,9 +88,12 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """What a file uses of the libraries that has an underscored name."""
     theirs: set[str] = set()
     yield from imported(tree, theirs)
-    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
     aten = {"torch.ops.aten"} | {
-        ast.unparse(n.targets[0]) for n in assigned if ast.unparse(n.value) == "torch.ops.aten"
+        ast.unparse(n.targets[0])
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign)
+        and isinstance(n.value, ast.Attribute)
+        and ast.unparse(n.value) == "torch.ops.aten"
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -98,7 +101,7 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             if not known and node.attr not in ACCEPTED | OTHERS and not is_operator(node, aten):
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func).rpartition(".")[2]
+            function = getattr(node.func, "attr", getattr(node.func, "id", ""))
             given = node.args[1:2] if function in ASKING else node.args[:1]
             name = getattr(given[0], "value", None) if given else None
             if not isinstance(name, str):
