@@ -22,11 +22,15 @@ NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 Command = Callable[..., Any]
 
 
-@pytest.mark.parametrize("name", NAMES)
+OF_OTHERS = "config show", "config check", "fusions list", "fusions show"
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_OTHERS])
 def test_help_shows_an_example(opfuser_command: Command, name: str) -> None:
-    done = opfuser_command(name, "--help")
+    done = opfuser_command(*name.split(), "--help")
     assert done.status == 0
-    assert f"  opfuser {name}" in done.out.split("example")[-1]
+    examples = done.out.split("example")[-1].replace("OPFUSER_DISABLE=norm_linear ", "")
+    assert f"  opfuser {name}" in examples
 
 
 def test_help_lists_all_commands(opfuser_command: Command) -> None:

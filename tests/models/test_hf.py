@@ -14,7 +14,17 @@ import opfuser
 from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.models import DecoderConfig, decoder_lm, hf_state_dict, load_hf
 from opfuser.recipe import DelayedScaling
-from tests.models.hf import CONFIGS, GPT2, SIZES, distance, hf_model, run, run_hf, same_model
+from tests.models.hf import (
+    CONFIGS,
+    EXPERTS,
+    GPT2,
+    SIZES,
+    distance,
+    hf_model,
+    run,
+    run_hf,
+    same_model,
+)
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
 # One per family, for what does not depend on its details.
@@ -193,6 +203,48 @@ def test_configurations_are_read_by_their_attributes() -> None:
             "Qwen3",
             {**SIZES, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
             r"or 'full_attention' \(from_hf of a qwen3\). Received: layer_types=.*Set config.layer",
+        ),
+        ("Mixtral", {**EXPERTS, "router_jitter_noise": 0.1}, "without router_jitter_noise"),
+        (
+            "Qwen3Moe",
+            {**EXPERTS, "hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act must be one of silu",
+        ),
+        (
+            "Llama",
+            {**SIZES, "is_causal": False},
+            r"earlier positions.* of a llama\). Received: is_causal=False",
+        ),
+        ("GPT2", {**GPT2, "is_causal": False}, r"of a gpt2\). Received: is_causal=False"),
+        (
+            "Llama",
+            {**SIZES, "pruned_heads": {0: [1]}},
+            r"without pruned_heads .* pruned_heads=\{0: \[1\]\}",
+        ),
+        (
+            "Llama",
+            {**SIZES, "per_layer_config": {1: {"intermediate_size": 12}}},
+            r"without is_heterogeneous .* of a llama\). Received: is_heterogeneous=True",
+        ),
+        (
+            "Mistral",
+            {**SIZES, "sliding_window": 0},
+            r"one position or more .* Received: sliding_window=0",
+        ),
+        (
+            "Qwen2",
+            {**SIZES, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+            r"one position or more .* of a qwen2\). Received: sliding_window=None",
+        ),
+        (
+            "Gemma3Text",
+            {
+                **SIZES,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+                },
+            },
+            r"truncated .* of a gemma3_text\). Received: truncate=False",
         ),
     ],
 )

@@ -17,7 +17,7 @@ import opfuser.hf
 from opfuser.errors import NotSupportedError
 from opfuser.models import DecoderConfig, EncoderConfig, ImageEncoderConfig, hf_state_dict
 from tests.models import test_encoder, test_image_encoder
-from tests.models.hf import GPT2, SIZES, distance, fill, hf_model, run, run_hf, same_model
+from tests.models.hf import SIZES, distance, fill, hf_model, run, run_hf, same_model
 from tests.models.hf import transformers as hf
 from tests.models.random_configs import (
     ENCODERS,
@@ -196,43 +196,6 @@ def test_every_attribute_that_a_model_reads_is_read(family: str) -> None:
     unread = there - read - IRRELEVANT - WITHOUT_EFFECT.get(family, set())
     synonyms = config.attribute_map
     assert not unread - {n for n, other in synonyms.items() if other in read}
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Llama", {"is_causal": False}, r"earlier positions.* of a llama\). Received: is_causal=False"),
-    ("GPT2", {"is_causal": False}, r"of a gpt2\). Received: is_causal=False"),
-    ("Llama", {"pruned_heads": {0: [1]}}, r"without pruned_heads .* pruned_heads=\{0: \[1\]\}"),
-    (
-        "Llama",
-        {"per_layer_config": {1: {"intermediate_size": 12}}},
-        r"without is_heterogeneous .* of a llama\). Received: is_heterogeneous=True",
-    ),
-    ("Mistral", {"sliding_window": 0}, r"one position or more .* Received: sliding_window=0"),
-    (
-        "Qwen2",
-        {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-        r"one position or more .* of a qwen2\). Received: sliding_window=None",
-    ),
-    (
-        "Gemma3Text",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}
-            }
-        },
-        r"truncated .* of a gemma3_text\). Received: truncate=False",
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "change", "text"), REFUSED)
-def test_what_would_be_another_model_is_refused(
-    family: str, change: dict[str, Any], text: str
-) -> None:
-    sizes = GPT2 if family == "GPT2" else {**SIZES, "num_hidden_layers": 3}
-    config = getattr(hf, f"{family}Config")(**{**sizes, **change})
-    with pytest.raises(NotSupportedError, match=text):
-        DecoderConfig.from_hf(config)
 
 
 def test_heads_of_images_that_are_not_a_share_of_the_features() -> None:
