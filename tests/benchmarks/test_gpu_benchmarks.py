@@ -156,15 +156,6 @@ def test_training_in_fp8_is_beside_bf16(
     assert (tmp_path / "fp8_training.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_training_from_one_seed_is_the_same_again(tmp_path: Path) -> None:
-    short = ["--steps", "12", "--recipes", "bf16"]
-    (first,), (again,), (other,) = (
-        trained(tmp_path, *short, *more) for more in ([], [], ["--seed", "1"])
-    )
-    assert first["losses"] == again["losses"] != other["losses"]
-    assert first["validation_loss"] == again["validation_loss"]
-
-
 def test_training_that_fails_or_has_no_time_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

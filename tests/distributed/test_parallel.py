@@ -114,34 +114,28 @@ def compare(op: Linear | BasicLinear, whole: Whole, rank: int, ranks: int) -> No
         close(op.bias.grad, whole.db if row else part(whole.db, rank, ranks, 0))
 
 
-def linear_check(mode: str, sequence: bool) -> None:
+def linear_check(mode: str, sequence: bool, dtype: torch.dtype) -> None:
+    """With a bias, and in other dtypes without."""
+
     def run(rank: int, ranks: int) -> None:
-        kwargs: dict[str, Any] = {"tensor_parallel_mode": mode, "sequence_parallel": sequence}
-        op = Linear(IN, OUT, dtype=torch.float64, **kwargs)
-        compare(op, Whole(ranks, bias=True), rank, ranks)
-
-    CHECKS[f"linear {mode}{', sequence' * sequence}"] = run
-
-
-def basic_linear_check(mode: str, sequence: bool, dtype: torch.dtype) -> None:
-    def run(rank: int, ranks: int) -> None:
-        whole = Whole(ranks, bias=False, dtype=dtype)
-        op = BasicLinear(
-            IN, OUT, dtype=dtype, tensor_parallel_mode=mode, sequence_parallel=sequence
-        )
+        whole = Whole(ranks, bias=dtype == torch.float64, dtype=dtype)
+        how: Any = {"tensor_parallel_mode": mode, "sequence_parallel": sequence, "dtype": dtype}
+        if whole.b is not None:
+            compare(Linear(IN, OUT, **how), whole, rank, ranks)
+            return
+        op = BasicLinear(IN, OUT, **how)
         local = (OUT // ranks, IN) if mode == "column" else (OUT, IN // ranks)
         assert (op.local_out_features, op.local_in_features) == local
         assert op.tensor_parallel_size == ranks
         compare(op, whole, rank, ranks)
 
-    CHECKS[f"basic linear {mode}{', sequence' * sequence}, {dtype}"] = run
+    CHECKS[f"linear {mode}{', sequence' * sequence}, {dtype}"] = run
 
 
 for _mode in ("column", "row"):
     for _sequence in (False, True):
-        linear_check(_mode, _sequence)
-        for _dtype in (torch.float32, torch.bfloat16):
-            basic_linear_check(_mode, _sequence, _dtype)
+        for _dtype in (torch.float64, torch.float32, torch.bfloat16):
+            linear_check(_mode, _sequence, _dtype)
 
 
 @check
