@@ -249,12 +249,19 @@ def checkpointed(rank: int, ranks: int) -> None:
 
 @check
 def prefetched(rank: int, ranks: int) -> None:
-    """Both orders in which torch may gather units ahead of their calls, gathered until backward."""
-    one, ours = pair(reshard_after_forward=False)
+    """Both orders in which torch may gather units ahead of their calls."""
+    one, ours = pair()
     ours.set_modules_to_forward_prefetch(list(ours.layers[:2]))
     for near, behind in zip(ours.layers[:-1], ours.layers[1:]):
         near.set_modules_to_forward_prefetch([behind])
         behind.set_modules_to_backward_prefetch([near])
+    train(one, ours, rank)
+
+
+@on_a_cpu
+def plans_of_units(rank: int, ranks: int) -> None:
+    """Fusions within them, and what is not fused across; parameters stay until backward."""
+    one, ours = pair(reshard_after_forward=False)
     train(one, ours, rank)
     assert all(isinstance(layer, FSDPModule) for layer in ours.layers)
     plan = ours.last_plan
