@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks import charts
 from benchmarks.gpu import distributed, distributed_contest, tables
+from benchmarks.gpu import ranks as ranks_module
 from benchmarks.gpu.distributed_models import ON_ONE
 from benchmarks.gpu.distributed_setting import COMPILED_BY_UNIT, Contest, Entry, Training
 from benchmarks.gpu.ranks import FEWEST_ROUNDS, Ranks
@@ -43,7 +45,7 @@ def check(function: Check) -> Check:
 def every_case(rank: int, ranks: int) -> None:
     args = distributed.parse(["--device", "cpu", "--seconds", "0", "--no-compile"])
     args.out = Path(os.environ[FOLDER])
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.object(ranks_module, "FEWEST_ROUNDS", 2):
         warnings.filterwarnings("ignore", "FP8 is emulated")
         distributed.run(args, Ranks("cpu"))
 

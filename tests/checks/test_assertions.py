@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import opfuser
 from opfuser import ConstantScale, Identity
@@ -129,14 +129,7 @@ def test_texts_of_assert_not_fused(ops: Any, name: str, text: str) -> None:
         assert_not_fused(opfuser.Sequential(*ops), name, X, code="DTYPE")
 
 
-@pytest.mark.parametrize(
-    ("inputs", "text"),
-    [
-        ((), "Received: Sequential, of which no call has been made. Call the model first."),
-        ((X,), "Received: Sequential and 1 input. Call the model first and pass no inputs; or"),
-    ],
-)
-def test_a_model_without_a_plan_is_an_error(inputs: tuple[Tensor, ...], text: str) -> None:
-    with pytest.raises(ArgumentError) as error:
-        assert_fused(nn.Sequential(scales()), *inputs, forward={"scales": 1})
-    assert text in str(error.value)
+def test_inputs_of_a_model_are_an_error() -> None:
+    text = r"Received: Sequential and 1 input\. Call the model first and pass no inputs; or"
+    with pytest.raises(ArgumentError, match=text):
+        assert_fused(nn.Sequential(scales()), X, forward={"scales": 1})

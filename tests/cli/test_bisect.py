@@ -81,22 +81,6 @@ def test_a_set_is_smallest_and_no_set_is_tried_twice() -> None:
     assert len(set(tried)) == len(tried)
 
 
-def test_a_command_that_passes() -> None:
-    run = Runs()
-    assert find(NAMES, run) == Found(False)
-    assert run.count == 1
-
-
-def test_a_failure_without_fusions_is_none_of_theirs() -> None:
-    assert find(NAMES, lambda off: FAILS) == Found(True, without=True)
-
-
-def test_a_fusion_that_the_command_registers_itself() -> None:
-    assert find(NAMES, Runs("mine", always=["mine"])) == Found(True, unknown=True)
-    named = [*NAMES, "mine"]
-    assert find(named, Runs("mine", known=named)).causes == (("mine",),)
-
-
 @pytest.mark.parametrize("other", [Outcome(2), Outcome(-11), Outcome(1, matches=False)])
 def test_other_failures_do_not_count(other: Outcome) -> None:
     """f5 fails, but with f4 off there is another failure."""
@@ -109,14 +93,6 @@ def test_other_failures_do_not_count(other: Outcome) -> None:
     found = find(NAMES, run)
     assert found.causes == (("f4", "f5"),)
     assert found.others > 0
-
-
-def test_without_fusions_another_failure_decides_nothing() -> None:
-    def run(off: Sequence[str]) -> Outcome:
-        return Outcome(2, last_line="no such file") if "f0" in off else FAILS
-
-    with pytest.raises(TargetError, match=r"Received: it fails \(exit status 2\), last line 'no "):
-        find(NAMES, run)
 
 
 def test_a_first_failure_that_is_not_meant() -> None:

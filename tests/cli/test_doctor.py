@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import opfuser
 from opfuser.attention import cudnn_versions
 from opfuser.registry.entry_points import PluginInfo
 from opfuser.report import doctor, gpu_problems
+from opfuser.report.machine import machine
 from opfuser.runtime import compilers
 
 Command = Callable[..., Any]
@@ -98,7 +100,7 @@ def test_plug_ins(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_is_wrong(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_requirements", list)
+    monkeypatch.setattr(metadata, "requires", lambda name: [])
     done = opfuser_command("doctor")
     if not torch.cuda.is_available():
         assert done.status == 0
@@ -107,11 +109,21 @@ def test_nothing_is_wrong(opfuser_command: Command, monkeypatch: pytest.MonkeyPa
 
 
 def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
-    monkeypatch.setattr(doctor, "_capability", lambda: capability)
+    """As torch sees it; what else there is of the machine stays what it is."""
+    about = machine()
+    monkeypatch.setattr(doctor, "machine", lambda: about)
+    monkeypatch.setattr(doctor, "KERNELS", {})  # of attention, which ask the device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
-def _installed(monkeypatch: pytest.MonkeyPatch, version: Callable[[str], str | None]) -> None:
-    monkeypatch.setattr(doctor, "version", version)
+def _installed(monkeypatch: pytest.MonkeyPatch, versions: Mapping[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
 
 
 def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +132,7 @@ def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpu(monkeypatch, (9, 0))
-    _installed(monkeypatch, lambda name: None)
+    _installed(monkeypatch, {})
 
 
 def _two_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +142,7 @@ def _two_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpu(monkeypatch, (9, 0))
-    _installed(monkeypatch, lambda name: "3.9.0")
+    _installed(monkeypatch, {"triton": "3.9.0"})
     monkeypatch.setattr(compilers, "trouble", lambda: "Triton finds no C compiler: install gcc")
 
 
@@ -144,7 +156,9 @@ def _unused(cuda: str | None, visible: str | None) -> Callable[[pytest.MonkeyPat
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         _gpu(monkeypatch, None)
-        monkeypatch.setattr(gpu_problems, "_DRIVER", __file__)
+        is_there = os.path.exists
+        loaded = lambda path: path == "/dev/nvidiactl" or is_there(path)  # noqa: E731
+        monkeypatch.setattr(os.path, "exists", loaded)
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "init", _no_driver)
         if visible is None:
@@ -168,8 +182,7 @@ def _other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _torch_of_next_year(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.99.0+cu140", "triton": "3.9.9"}
-    _installed(monkeypatch, installed.get)
+    _installed(monkeypatch, {"torch": "2.99.0+cu140", "triton": "3.9.9"})
 
 
 PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

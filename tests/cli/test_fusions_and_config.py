@@ -85,10 +85,6 @@ def test_list_names_plug_ins_that_failed(run: Run, monkeypatch: pytest.MonkeyPat
         "disabled_by": "default",
     }
     assert document["plugins"][1]["error"] == "ImportError: no such"
-    status, lines = run("doctor")
-    assert status == 3
-    (line,) = [line for line in lines if "failed to load" in line]
-    assert "The plug-in 'entry' of some-package (pkg.mod:F) failed to load: ImportError" in line
 
 
 def test_show_says_what_a_fusion_replaces_and_which_settings_hold(run: Run, tmp_path: Path) -> None:
@@ -253,29 +249,3 @@ def test_mistakes_are_one_line(
     status, lines = run("config", "check", file, *args)
     assert status == 1
     assert expected.replace("FILE", file) in lines[-1]
-
-
-def test_wrong_file_of_the_environment_does_not_keep_one_from_checking_it(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path, "joints: {}")
-    monkeypatch.setattr(registry, "_file", file)
-    monkeypatch.setattr(registry, "_folder", str(tmp_path))
-    for command in (["config", "check", file], ["fusions", "list"]):
-        status, (line,) = run(*command)
-        assert status == 1
-        assert line.startswith(
-            f"opfuser: This is not a key ({file}:2, the configuration). Received"
-        )
-        assert line.endswith("Received: 'joints'. Did you mean 'joint'?")
-    assert run("config", "show")[0] == 0
-
-
-@pytest.mark.parametrize("command", ["config", "fusions"])
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    subs = {"config": ("show", "check"), "fusions": ("list", "show")}[command]
-    for args in ([command], *([command, sub] for sub in subs)):
-        assert main([*args, "--help"]) == 0
-        assert f"  opfuser {' '.join(args)}".rstrip() in capsys.readouterr().out.replace(
-            "OPFUSER_DISABLE=norm_linear ", ""
-        )

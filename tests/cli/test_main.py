@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,11 +22,15 @@ NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
 Command = Callable[..., Any]
 
 
-@pytest.mark.parametrize("name", NAMES)
+OF_OTHERS = "config show", "config check", "fusions list", "fusions show"
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_OTHERS])
 def test_help_shows_an_example(opfuser_command: Command, name: str) -> None:
-    done = opfuser_command(name, "--help")
+    done = opfuser_command(*name.split(), "--help")
     assert done.status == 0
-    assert f"  opfuser {name}" in done.out.split("example")[-1]
+    examples = done.out.split("example")[-1].replace("OPFUSER_DISABLE=norm_linear ", "")
+    assert f"  opfuser {name}" in examples
 
 
 def test_help_lists_all_commands(opfuser_command: Command) -> None:
@@ -172,25 +177,42 @@ def test_without_a_cuda_device_a_command_names_one_that_it_takes(opfuser_command
     assert opfuser_command("explain", *argv).err == f"{missing} meta, which plans like a GPU.\n"
 
 
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+from opfuser.cli import main
+done = []
+for argv in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(argv)
+    done.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(done))
+"""
+
+
 def test_a_configuration_that_cannot_be_used_is_said_as_it_is(tmp_path: Path) -> None:
+    """By every command that needs it; it can be checked all the same, and defaults be shown."""
     file = tmp_path / "fusions.yaml"
     file.write_text("schema: opfuser.fusions/1\njoint: {norm_liner: {enabled: false}}\n")
     says = (
         "This is not the name of a fusion (fusions.yaml:2, joint). Received: 'norm_liner'. Did you "
         "mean 'norm_linear'?"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_CONFIG": "fusions.yaml"}
-    for argv in (["explain", f"{MODELS}:wrapped"], ["doctor"]):
-        words = [sys.executable, "-m", "opfuser", *argv]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-        )
-        if argv == ["doctor"]:
-            problem = " ".join(done.stdout.rpartition("\n\n")[2].split())
-            assert f"! The file of OPFUSER_CONFIG cannot be used: {says}" in problem
-            assert done.returncode == 3
-        else:
-            assert (done.returncode, done.stdout, done.stderr) == (1, "", f"opfuser: {says}\n")
+    refusing = ["explain", f"{MODELS}:wrapped"], ["fusions", "list"], ["config", "check", file.name]
+    commands = json.dumps([*refusing, ["config", "show"], ["doctor"]])
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, commands],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_CONFIG": file.name},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    *refused, shown, (status, printed, _) = json.loads(done.stdout)
+    assert refused == [[1, "", f"opfuser: {says}\n"]] * len(refusing)
+    assert shown[0] == 0
+    problem = " ".join(printed.rpartition("\n\n")[2].split())
+    assert f"! The file of OPFUSER_CONFIG cannot be used: {says}" in problem
+    assert status == 3
 
 
 def test_a_file_of_another_schema(opfuser_command: Command, tmp_path: Path) -> None:

@@ -16,9 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    spawn,
+    start_processes,
+)
 
-__all__ = ["DEVICES", "Check", "Checks", "Outcomes", "assert_passed", "outcomes_of"]
+__all__ = ["DEVICES", "Check", "Checks", "Outcomes", "assert_passed", "on_two_gpus", "outcomes_of"]
 
 _ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.slow])
 DEVICES = ["cpu", _ON_GPUS] if torch.cuda.device_count() > 1 else ["cpu"]
@@ -64,6 +69,22 @@ def outcomes_of(module: str, ranks: int, folder: Path, device: str = "cpu") -> O
 def assert_passed(outcomes: Outcomes, name: str) -> None:
     told = [f"rank {rank}: {told.get(name, 'ended early')}" for rank, told in enumerate(outcomes)]
     assert all(line.endswith("passed") for line in told), "\n".join(told)
+
+
+def on_two_gpus(folder: Path, function: Callable[..., None], *args: Any) -> None:
+    """Calls ``function(rank, *args)`` in two processes over NCCL; skips where GPUs are fewer."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    spawn(_on_a_gpu, (str(folder / "store"), function, args), nprocs=2)
+
+
+def _on_a_gpu(rank: int, store: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        function(rank, *args)
+    finally:
+        dist.destroy_process_group()
 
 
 def _run(

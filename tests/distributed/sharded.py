@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -19,9 +22,12 @@ __all__ = [
     "assert_same",
     "batches",
     "gradients_of_one",
+    "new_checkpoint",
+    "read_checkpoint",
     "shard",
     "twins",
     "whole",
+    "write_checkpoint",
 ]
 
 Batch = tuple[Tensor, Tensor]
@@ -81,3 +87,25 @@ def assert_same(ours: nn.Module, one: nn.Module, bound: float = 1e-11, grads: bo
     for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
         mine, exact = (p.grad, q.grad) if grads else (p, q)
         torch.testing.assert_close(whole(mine), exact, rtol=100 * bound, atol=bound, msg=name)
+
+
+def new_checkpoint() -> str:
+    """A folder for a checkpoint, the same on all ranks."""
+    folder = [TemporaryDirectory().name if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
+def write_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    dcp.save(_states(model, optimizer), checkpoint_id=folder)
+
+
+def read_checkpoint(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    given = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
+    set_state_dict(model, optimizer, **given)

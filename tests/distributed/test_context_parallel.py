@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+
+# torch has no other place for context_parallel_unshard.
 from torch.distributed.tensor.experimental import _attention as torchs
-from torch.multiprocessing import spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +30,7 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.distributed.ranks import Checks, Outcomes, assert_passed, on_two_gpus
 
 pytestmark = pytest.mark.distributed
 
@@ -85,7 +86,7 @@ def context_parallel() -> Iterator[None]:
     def function(*args: Any, **kwargs: Any) -> Tensor:
         return attention_of_all(*args, **kwargs)
 
-    function.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    function.__module__ = "torch.distributed.tensor.experimental._context_parallel"
     with mock.patch.object(F, "scaled_dot_product_attention", function):
         yield
 
@@ -341,44 +342,37 @@ def test_backward_outside_is_refused() -> None:
     )
 
 
-def on_a_gpu(rank: int, store: str) -> None:
+def balanced(rank: int) -> None:
     """Torch's own, which cuts and reorders the sequence for balance; error against fp64."""
     device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        mesh = init_device_mesh("cuda", (RANKS,))
-        torch.manual_seed(1)
-        op = DotProductAttention(4, 2)
-        x = torch.randn(2, 512, 8 * 64, device=device, dtype=torch.bfloat16)
-        dy = torch.randn(2, 512, 4 * 64, device=device, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cuda", (RANKS,))
+    torch.manual_seed(1)
+    op = DotProductAttention(4, 2)
+    x = torch.randn(2, 512, 8 * 64, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(2, 512, 4 * 64, device=device, dtype=torch.bfloat16)
 
-        def whole(dtype: torch.dtype) -> list[Tensor]:
-            given = x.to(dtype, copy=True).requires_grad_()
-            q, k, v = given.unflatten(2, (8, 64)).transpose(1, 2).split([4, 2, 2], 1)
-            k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-            y = sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            return [y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))]
+    def whole(dtype: torch.dtype) -> list[Tensor]:
+        given = x.to(dtype, copy=True).requires_grad_()
+        q, k, v = given.unflatten(2, (8, 64)).transpose(1, 2).split([4, 2, 2], 1)
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        y = sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return [y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))]
 
-        exact, plain = whole(torch.float64), whole(torch.bfloat16)
-        x_part, dy_part = x.clone(), dy.clone()
-        with torchs.context_parallel(mesh, buffers=[x_part, dy_part], buffer_seq_dims=[1, 1]):
-            part = x_part.clone().requires_grad_()
-            y = op(part)
-            y.backward(dy_part.clone())
-            assert part.grad is not None
-            assert str(op.last_choice) == "context_parallel"
-            ours = torchs.context_parallel_unshard(mesh, [y.detach(), part.grad], [1, 1])
-        for mine, theirs, right in zip(ours, plain, exact):
-            error, allowed = ((t.double() - right).abs().max() for t in (mine, theirs))
-            assert error <= 2 * allowed
-    finally:
-        dist.destroy_process_group()
+    exact, plain = whole(torch.float64), whole(torch.bfloat16)
+    x_part, dy_part = x.clone(), dy.clone()
+    with torchs.context_parallel(mesh, buffers=[x_part, dy_part], buffer_seq_dims=[1, 1]):
+        part = x_part.clone().requires_grad_()
+        y = op(part)
+        y.backward(dy_part.clone())
+        assert part.grad is not None
+        assert str(op.last_choice) == "context_parallel"
+        ours = torchs.context_parallel_unshard(mesh, [y.detach(), part.grad], [1, 1])
+    for mine, theirs, right in zip(ours, plain, exact):
+        error, allowed = ((t.double() - right).abs().max() for t in (mine, theirs))
+        assert error <= 2 * allowed
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_two_gpus(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two CUDA devices")
-    spawn(on_a_gpu, (str(tmp_path / "store"),), nprocs=RANKS)
+    on_two_gpus(tmp_path, balanced)

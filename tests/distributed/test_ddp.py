@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.models import DecoderConfig, decoder_lm
+from tests.contract.gradients import handed_over
 from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed
 from tests.distributed.sharded import Batch, batches, gradients_of_one
 
@@ -83,6 +84,14 @@ def micro_batches(rank: int, ranks: int) -> None:
                 gradients_of_one(one, parts)
                 backward(wrapped, parts, rank)
                 assert_same(ours, one)
+    one, ours, wrapped = pair("accumulate_into_grad")
+    weight = next(op.weight for op in ours.modules() if isinstance(op, opfuser.Linear))
+    told = []
+    for tokens, targets in batches(ranks, (2, 2)):
+        loss = wrapped(tokens[rank], targets[rank])
+        told.append(handed_over(loss, weight))
+        loss.backward()
+    assert told == [[True], [False]]  # which DDP's hooks go on from
 
 
 @check

@@ -1,4 +1,7 @@
-"""Checkpoints of torch.distributed: written on one rank and read on two, and the other way."""
+"""Checkpoints of torch.distributed: written on one rank and read on two, and the other way.
+
+Masters, and FP8 scales: test_checkpoints_of_four.py.
+"""
 
 from __future__ import annotations
 
@@ -123,21 +126,6 @@ def written_by_two(rank: int, ranks: int) -> None:
         dcp.save({"training": training}, checkpoint_id=folder(name))
 
 
-@check
-def master_weights(rank: int, ranks: int) -> None:
-    """In fp32, of shards: read, written again, and stepped from."""
-    training = Training(sharded, seed=2, config=IN_BF16)
-    dcp.load({"training": training}, checkpoint_id=folder("masters of one"))
-    dcp.save({"training": training}, checkpoint_id=folder("masters of two"))
-    training.step(batches(ranks)[0], rank)
-
-
-def masters_of_one() -> Training:
-    training = Training(config=IN_BF16)
-    training.step(batches(RANKS)[0])
-    return training
-
-
 @pytest.fixture(scope="module", params=DEVICES)
 def outcomes(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     with pytest.MonkeyPatch.context() as patch:
@@ -146,8 +134,6 @@ def outcomes(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         for batch in batches(RANKS, [2] * STEPS[0]):
             training.step(batch)
         dcp.save({"training": training}, checkpoint_id=folder("one"), no_dist=True)
-        masters = {"training": masters_of_one()}
-        dcp.save(masters, checkpoint_id=folder("masters of one"), no_dist=True)
         yield outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"), request.param)
 
 
@@ -166,14 +152,3 @@ def test_read_by_one(outcomes: Outcomes, name: str) -> None:
         assert training.step(batch) == pytest.approx(wanted, rel=1e-10)
     for p, q in zip(training.model.parameters(), unbroken.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
-
-
-def test_master_weights_read_by_one(outcomes: Outcomes) -> None:
-    assert_passed(outcomes, "master_weights")
-    training = Training(seed=2, config=IN_BF16)
-    dcp.load({"training": training}, checkpoint_id=folder("masters of two"), no_dist=True)
-    mine, exact = (t.state_dict()["optimizer"]["state"] for t in (training, masters_of_one()))
-    assert mine.keys() == exact.keys()
-    for name, state in exact.items():
-        assert not torch.equal(state["master_param"], state["master_param"].bfloat16())
-        torch.testing.assert_close(mine[name], state, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""What users of FSDP2 switch on, on two ranks against one: all checks in one start."""
+"""``shard_layers``, and what users of FSDP2 switch on, on two ranks against one: in one start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -22,21 +23,30 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import opfuser
 from opfuser import Linear
-from opfuser.errors import MasterWeightError
-from opfuser.models import DecoderConfig, ImageEncoderConfig, decoder_lm, image_encoder
+from opfuser.errors import ArgumentError, MasterWeightError, NotSupportedError
+from opfuser.models import (
+    DecoderConfig,
+    EncoderConfig,
+    ImageEncoderConfig,
+    MoEConfig,
+    decoder_lm,
+    image_encoder,
+    text_encoder,
+)
+from opfuser.models.sharding import shard_layers
 from opfuser.optim import MasterWeights
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
 )
-from tests.distributed.ranks import DEVICES, Checks, Outcomes, assert_passed
+from tests.distributed.ranks import DEVICES, Check, Checks, Outcomes, assert_passed
 from tests.distributed.sharded import (
     all_ranks,
     assert_same,
@@ -106,6 +116,99 @@ def micro_batches(rank: int, ranks: int) -> None:
             assert_same(ours, one)
 
 
+def on_a_cpu(function: Check) -> None:
+    """A check of how modules are wrapped, which GPUs would only repeat."""
+
+    def run(rank: int, ranks: int) -> None:
+        if torch.get_default_device().type == "cpu":
+            function(rank, ranks)
+
+    CHECKS[function.__name__] = run
+
+
+def compare(
+    build: Any, inputs: tuple[Tensor, ...], rank: int, how: Any = shard_layers, **arguments: Any
+) -> Any:
+    """Values and the mean gradients of two training steps; the first dimension is that of ranks."""
+    one, ours = twins(build, partial(how, **arguments))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (one, ours)]
+    for _ in range(2):
+        exact = [one(*(t[r] for t in inputs)) for r in range(RANKS)]
+        (sum(y.square().mean() for y in exact) / RANKS).backward()
+        y = ours(*(t[rank] for t in inputs))
+        y.square().mean().backward()
+        torch.testing.assert_close(y, exact[rank], rtol=1e-10, atol=1e-12)
+        assert_same(ours, one)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return ours
+
+
+@on_a_cpu
+def encoders(rank: int, ranks: int) -> None:
+    text = EncoderConfig(29, 16, 2, 2, dtype=torch.float64)
+    tokens = torch.randint(29, (RANKS, 2, 5))
+    compare(lambda: text_encoder(text), (tokens, torch.zeros_like(tokens)), rank)
+    image = ImageEncoderConfig(8, 4, 16, 2, 2, dtype=torch.float64)
+    images = torch.randn(RANKS, 2, image.channels, 8, 8, dtype=torch.float64)
+    compare(lambda: image_encoder(image), (images,), rank)
+
+
+@on_a_cpu
+def experts_with_an_extra_output(rank: int, ranks: int) -> None:
+    """The terms of a unit's router reach the caller, and a loss that is called on them."""
+    moe = MoEConfig(16, 8, 4, 2, balance_terms=True)
+    config = DecoderConfig(29, 16, 2, 2, moe=moe, dtype=torch.float64)
+    one, ours = twins(partial(decoder_lm, config), shard)
+    ((tokens, targets),) = batches(RANKS)
+    balance = opfuser.LoadBalancingLoss(2, 0.1)
+
+    def loss(model: Any, r: int) -> Tensor:
+        return balance(*model(tokens[r], targets[r]))[0]
+
+    exact = [loss(one, r) for r in range(RANKS)]
+    (sum(exact) / RANKS).backward()
+    mine = loss(ours, rank)
+    mine.backward()
+    torch.testing.assert_close(mine, exact[rank], rtol=1e-10, atol=1e-12)
+    assert_same(ours, one)
+
+
+@on_a_cpu
+def channels_across_units(rank: int, ranks: int) -> None:
+    """From the router of each layer to the one loss of all, behind them."""
+    moe = MoEConfig(16, 8, 4, 2)
+    sizes = {"router_aux_loss_coef": 0.1, "dtype": torch.float64}
+    config = DecoderConfig(29, 16, 2, 2, moe=moe, **sizes)
+    inputs = tuple(torch.randint(29, (2, RANKS, 2, 5)))
+    model = compare(lambda: decoder_lm(config), inputs, rank)
+    assert model.num_extra_outputs == 0
+
+
+@on_a_cpu
+def layers_that_are_compiled(rank: int, ranks: int) -> None:
+    """Before or after they are sharded; traced once for all of them."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo reads it
+    config = DecoderConfig(29, 16, 3, 2, dtype=torch.float64)
+    inputs = tuple(torch.randint(29, (2, RANKS, 2, 5)))
+    for first in (True, False):
+        torch.compiler.reset()
+        backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+        def compiled(
+            model: Any, first: bool = first, backend: Any = backend, **arguments: Any
+        ) -> Any:
+            if not first:
+                shard_layers(model, **arguments)
+            for layer in model.layers:
+                layer.compile(fullgraph=True, backend=backend)
+            return shard_layers(model, **arguments) if first else model
+
+        compare(lambda: decoder_lm(config), inputs, rank, how=compiled)
+        assert backend.frame_count == 1
+
+
 class Recomputed(nn.Module):
     """A layer that ``torch.utils.checkpoint`` recomputes, as a model's own forward calls it."""
 
@@ -153,6 +256,20 @@ def prefetched(rank: int, ranks: int) -> None:
         near.set_modules_to_forward_prefetch([behind])
         behind.set_modules_to_backward_prefetch([near])
     train(one, ours, rank)
+
+
+@on_a_cpu
+def plans_of_units(rank: int, ranks: int) -> None:
+    """Fusions within them, and what is not fused across; parameters stay until backward."""
+    one, ours = pair(reshard_after_forward=False)
+    train(one, ours, rank)
+    assert all(isinstance(layer, FSDPModule) for layer in ours.layers)
+    plan = ours.last_plan
+    assert plan.fused("forward")["linear_cross_entropy"] == 1
+    assert plan.fused("backward")["norm_linear"] == 6
+    costs = [no for _, no in plan.record("forward_add_rms_norm").refusals]
+    why = "FSDPSequential is a unit of fully_shard, whose parameters are gathered when it is"
+    assert [str(no) for no in costs] == [f"COMMUNICATION: {why} called"] * 3
 
 
 @check
@@ -406,3 +523,43 @@ def masters_in_state_dicts(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_fsdp(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)
+
+
+def test_a_model_without_layers() -> None:
+    message = r"Sequential named layers \(shard_layers\).*Sequential with NoneType.*fully_shard"
+    with pytest.raises(ArgumentError, match=message):
+        shard_layers(opfuser.Sequential(opfuser.GELU()))
+
+
+@pytest.mark.parametrize("last", ["layers.1.1.bias", "norm.weight"])
+def test_a_parameter_in_two_units_is_refused(last: str) -> None:
+    """torch would make two parameters of it."""
+    layers = [opfuser.Sequential(opfuser.RMSNorm(4), opfuser.Bias(4)) for _ in range(2)]
+    model = opfuser.Sequential({"layers": opfuser.Sequential(*layers), "norm": opfuser.RMSNorm(4)})
+    path, name = last.rsplit(".", 1)
+    setattr(model.get_submodule(path), name, model.layers[0][1].bias)
+    with pytest.raises(ArgumentError) as error:
+        shard_layers(model)
+    assert str(error.value) == (
+        "A parameter lies in one unit (shard_layers). Received: layers.0.1.bias and "
+        f"{last}, which are one. Untie them, or call torch's fully_shard with a list of what is "
+        "to be one unit."
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_in_fp8_are_refused(device: str) -> None:
+    """Nothing was sharded before."""
+    with opfuser.quantized_model_init():
+        model = decoder_lm(DecoderConfig(29, 32, 2, 2, dtype=torch.bfloat16, device=device))
+    types = [type(m) for m in model.modules()]
+    with pytest.raises(NotSupportedError) as error:
+        shard_layers(model)
+    path = next(path for path, p in model.named_parameters() if p.itemsize == 1)
+    assert path.startswith("layers.0.")
+    assert str(error.value) == (
+        "Sharded parameters are stored in high precision, as torch gathers and reduces those of a "
+        f"unit in one dtype (shard_layers). Received: {path} of torch.float8_e4m3fn. Construct the "
+        "model outside of opfuser.quantized_model_init; a region of a recipe still computes in FP8."
+    )
+    assert [type(m) for m in model.modules()] == types

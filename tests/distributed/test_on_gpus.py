@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling
+from tests.distributed.ranks import on_two_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
@@ -58,31 +57,24 @@ def steps(rank: int, pair: list[nn.Module], count: int) -> None:
             optimizer.zero_grad()
 
 
-def work(rank: int, store: str, kind: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        model, twin = models(rank)
-        pair: list[nn.Module] = [model, twin]
-        if kind == "sharded":
-            for m in pair:
-                fully_shard(m, mesh=init_device_mesh("cuda", (RANKS,)))
-        else:
-            as_view = kind == "views of buckets"
-            pair = [DistributedDataParallel(m, gradient_as_bucket_view=as_view) for m in pair]
-        steps(rank, pair, 6)
-        (record,) = model.last_plan.replays
-        assert kind == "sharded" or record.replayed >= 10, record
-    finally:
-        dist.destroy_process_group()
+def work(rank: int, kind: str) -> None:
+    model, twin = models(rank)
+    pair: list[nn.Module] = [model, twin]
+    if kind == "sharded":
+        for m in pair:
+            fully_shard(m, mesh=init_device_mesh("cuda", (RANKS,)))
+    else:
+        as_view = kind == "views of buckets"
+        pair = [DistributedDataParallel(m, gradient_as_bucket_view=as_view) for m in pair]
+    steps(rank, pair, 6)
+    (record,) = model.last_plan.replays
+    assert kind == "sharded" or record.replayed >= 10, record
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["buckets", "views of buckets", "sharded"])
 def test_replayed(kind: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two CUDA devices")
-    spawn(work, (str(tmp_path / "store"), kind), nprocs=RANKS)
+    on_two_gpus(tmp_path, work, kind)
 
 
 def linear_results(op: opfuser.BasicLinear, given: list[Tensor], recipe: Any) -> list[Tensor]:
@@ -95,79 +87,63 @@ def linear_results(op: opfuser.BasicLinear, given: list[Tensor], recipe: Any) ->
     return [y.detach(), *torch.autograd.grad(y, [x, op.weight], dy)]
 
 
-def quantized_products(rank: int, store: str, backend: str, kind: str) -> None:
-    device = torch.device(kind, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        torch.manual_seed(1)
-        how: Any = {"device": device, "dtype": torch.bfloat16}
-        shapes = (RANKS * 96, 512), (1024, 512), (RANKS * 96, 1024)
-        x, w, dy = given = [torch.randn(*shape).to(**how) for shape in shapes]
-        # bf16 keeps 8 bits of what ranks add up; with other scales E5M2 rounds by up to an eighth.
-        for recipe, bound in ((Float8BlockScaling(), 0.01), (Float8CurrentScaling(), 1 / 8)):
-            y, dx, dw = linear_results(opfuser.BasicLinear(512, 1024, **how), given, recipe)
-            for mode, sliced in (("column", (0, 0, -1, -1, 0, 0)), ("row", (-1, -1, 0, 0, -1, -1))):
-                op = opfuser.BasicLinear(
-                    512, 1024, tensor_parallel_mode=mode, sequence_parallel=True, **how
-                )
-                mine = [
-                    t.chunk(RANKS, dim)[rank].contiguous()
-                    for t, dim in zip((x, w, dy, y, dx, dw), sliced)
-                ]
-                for ours, theirs in zip(linear_results(op, mine[:3], recipe), mine[3:]):
-                    apart = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-                    assert apart.item() < bound, (mode, recipe)
-    finally:
-        dist.destroy_process_group()
+def quantized_products(rank: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.manual_seed(1)
+    how: Any = {"device": device, "dtype": torch.bfloat16}
+    shapes = (RANKS * 96, 512), (1024, 512), (RANKS * 96, 1024)
+    x, w, dy = given = [torch.randn(*shape).to(**how) for shape in shapes]
+    # bf16 keeps 8 bits of what ranks add up; with other scales E5M2 rounds by up to an eighth.
+    for recipe, bound in ((Float8BlockScaling(), 0.01), (Float8CurrentScaling(), 1 / 8)):
+        y, dx, dw = linear_results(opfuser.BasicLinear(512, 1024, **how), given, recipe)
+        for mode, sliced in (("column", (0, 0, -1, -1, 0, 0)), ("row", (-1, -1, 0, 0, -1, -1))):
+            op = opfuser.BasicLinear(
+                512, 1024, tensor_parallel_mode=mode, sequence_parallel=True, **how
+            )
+            mine = [
+                t.chunk(RANKS, dim)[rank].contiguous()
+                for t, dim in zip((x, w, dy, y, dx, dw), sliced)
+            ]
+            for ours, theirs in zip(linear_results(op, mine[:3], recipe), mine[3:]):
+                apart = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+                assert apart.item() < bound, (mode, recipe)
 
 
 @pytest.mark.slow
 def test_sharded_quantized_products(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two CUDA devices")
-    spawn(quantized_products, (str(tmp_path / "store"), "nccl", "cuda"), nprocs=RANKS)
+    on_two_gpus(tmp_path, quantized_products)
 
 
-def tensor_parallel(rank: int, store: str, backend: str, kind: str) -> None:
+def tensor_parallel(rank: int) -> None:
     """Losses and weights of the model on one GPU, in fp32 and in bf16, over three steps."""
-    device = torch.device(kind, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        mesh = init_device_mesh(kind, (RANKS,))
-        for dtype, sequence, bound in (
-            (torch.float32, True, 1e-4),
-            (torch.float32, False, 1e-4),
-            (torch.bfloat16, True, 0.02),
-        ):
-            torch.manual_seed(1)
-            how: Any = {"device": device, "dtype": dtype, "qk_norm": True}
-            exact = decoder_lm(DecoderConfig(997, 256, 2, 4, num_kv_heads=2, **how))
-            ours = parallelize(copy.deepcopy(exact), mesh, sequence_parallel=sequence)
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (exact, ours)]
-            for _ in range(3):
-                tokens, targets = torch.randint(997, (2, 2, 64), device=device)
-                targets[0, 3] = -100
-                losses = [m(tokens, targets) for m in (exact, ours)]
-                torch.testing.assert_close(losses[1], losses[0], rtol=bound, atol=0)
-                for loss in losses:
-                    loss.backward()
-                grads = [m.embedding.weight.grad for m in (exact, ours)]
-                apart = (grads[1].full_tensor() - grads[0]).float().norm()
-                assert apart < 2 * bound * grads[0].float().norm(), (dtype, sequence)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert ours.last_plan.fused("forward")["linear_cross_entropy"] == 1
-    finally:
-        dist.destroy_process_group()
+    device = torch.device("cuda", rank)
+    mesh = init_device_mesh("cuda", (RANKS,))
+    for dtype, sequence, bound in (
+        (torch.float32, True, 1e-4),
+        (torch.float32, False, 1e-4),
+        (torch.bfloat16, True, 0.02),
+    ):
+        torch.manual_seed(1)
+        how: Any = {"device": device, "dtype": dtype, "qk_norm": True}
+        exact = decoder_lm(DecoderConfig(997, 256, 2, 4, num_kv_heads=2, **how))
+        ours = parallelize(copy.deepcopy(exact), mesh, sequence_parallel=sequence)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (exact, ours)]
+        for _ in range(3):
+            tokens, targets = torch.randint(997, (2, 2, 64), device=device)
+            targets[0, 3] = -100
+            losses = [m(tokens, targets) for m in (exact, ours)]
+            torch.testing.assert_close(losses[1], losses[0], rtol=bound, atol=0)
+            for loss in losses:
+                loss.backward()
+            grads = [m.embedding.weight.grad for m in (exact, ours)]
+            apart = (grads[1].full_tensor() - grads[0]).float().norm()
+            assert apart < 2 * bound * grads[0].float().norm(), (dtype, sequence)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert ours.last_plan.fused("forward")["linear_cross_entropy"] == 1
 
 
 @pytest.mark.slow
 def test_tensor_parallel(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two CUDA devices")
-    spawn(tensor_parallel, (str(tmp_path / "store"), "nccl", "cuda"), nprocs=RANKS)
+    on_two_gpus(tmp_path, tensor_parallel)

@@ -7,7 +7,6 @@ import copy
 import warnings
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from opfuser import (
     ReduceScatter,
     Sequential,
 )
-from opfuser.engine.replayed import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.optim import MasterWeights
@@ -41,7 +39,7 @@ from opfuser.recipe import (
 from tests.contract.gradients import handed_over
 from tests.distributed.ranks import Checks, Outcomes, assert_passed
 from tests.distributed.sharded import assert_same, batches, gradients_of_one, shard, twins, whole
-from tests.replay.recorded import RecordedGraph
+from tests.replay.recorded import replayed_on_a_cpu
 
 pytestmark = pytest.mark.distributed
 
@@ -116,34 +114,28 @@ def compare(op: Linear | BasicLinear, whole: Whole, rank: int, ranks: int) -> No
         close(op.bias.grad, whole.db if row else part(whole.db, rank, ranks, 0))
 
 
-def linear_check(mode: str, sequence: bool) -> None:
+def linear_check(mode: str, sequence: bool, dtype: torch.dtype) -> None:
+    """With a bias, and in other dtypes without."""
+
     def run(rank: int, ranks: int) -> None:
-        kwargs: dict[str, Any] = {"tensor_parallel_mode": mode, "sequence_parallel": sequence}
-        op = Linear(IN, OUT, dtype=torch.float64, **kwargs)
-        compare(op, Whole(ranks, bias=True), rank, ranks)
-
-    CHECKS[f"linear {mode}{', sequence' * sequence}"] = run
-
-
-def basic_linear_check(mode: str, sequence: bool, dtype: torch.dtype) -> None:
-    def run(rank: int, ranks: int) -> None:
-        whole = Whole(ranks, bias=False, dtype=dtype)
-        op = BasicLinear(
-            IN, OUT, dtype=dtype, tensor_parallel_mode=mode, sequence_parallel=sequence
-        )
+        whole = Whole(ranks, bias=dtype == torch.float64, dtype=dtype)
+        how: Any = {"tensor_parallel_mode": mode, "sequence_parallel": sequence, "dtype": dtype}
+        if whole.b is not None:
+            compare(Linear(IN, OUT, **how), whole, rank, ranks)
+            return
+        op = BasicLinear(IN, OUT, **how)
         local = (OUT // ranks, IN) if mode == "column" else (OUT, IN // ranks)
         assert (op.local_out_features, op.local_in_features) == local
         assert op.tensor_parallel_size == ranks
         compare(op, whole, rank, ranks)
 
-    CHECKS[f"basic linear {mode}{', sequence' * sequence}, {dtype}"] = run
+    CHECKS[f"linear {mode}{', sequence' * sequence}, {dtype}"] = run
 
 
 for _mode in ("column", "row"):
     for _sequence in (False, True):
-        linear_check(_mode, _sequence)
-        for _dtype in (torch.float32, torch.bfloat16):
-            basic_linear_check(_mode, _sequence, _dtype)
+        for _dtype in (torch.float64, torch.float32, torch.bfloat16):
+            linear_check(_mode, _sequence, _dtype)
 
 
 @check
@@ -205,33 +197,6 @@ def grad_with_gathered_input(rank: int, ranks: int) -> None:
     close(start, 1 + part(whole.dw, rank, ranks, 0))
 
 
-@check
-def data_parallel_grad_accumulation(rank: int, ranks: int) -> None:
-    """Its hooks on autograd's nodes get no gradient, and read ``grad``."""
-    for as_view in (False, True):
-        kwargs = {"dtype": torch.float64, "accumulate_into_grad": True}
-        model = Sequential(Linear(IN, OUT, **kwargs), GELU(), Linear(OUT, 5, **kwargs))
-        copied = [p.detach().clone().requires_grad_() for p in model.parameters()]
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-        for to_none in (True, True, False):
-            model.zero_grad(set_to_none=to_none)
-            exact = [torch.zeros_like(p) for p in copied]
-            for step in range(3):
-                xs = [torch.randn(ROWS, IN, dtype=torch.float64) for _ in range(ranks)]
-                for x in xs:
-                    w1, b1, w2, b2 = copied
-                    h = F.gelu(F.linear(x, w1, b1), approximate="tanh")
-                    dws = torch.autograd.grad(F.linear(h, w2, b2).square().sum(), copied)
-                    exact = [total + dw / ranks for total, dw in zip(exact, dws)]
-                with contextlib.nullcontext() if step == 2 else wrapped.no_sync():
-                    y = wrapped(xs[rank])
-                    told = [handed_over(y, op.weight) for op in (model[0], model[2])]
-                    y.square().sum().backward()
-                assert told == [[step == 0 and to_none]] * 2
-            for p, grad in zip(model.parameters(), exact):
-                close(p.grad, grad)
-
-
 def replayable_pair() -> tuple[Sequential, nn.Sequential]:
     """A model whose calls are replayed, and the same in torch.nn."""
     torch.manual_seed(2)
@@ -264,7 +229,7 @@ def replayed_data_parallel(rank: int, ranks: int) -> None:
     for as_view in (False, True):
         models = replayable_pair()
         wrapped = [DistributedDataParallel(m, gradient_as_bucket_view=as_view) for m in models]
-        with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+        with replayed_on_a_cpu():
             train_both(list(models), wrapped, rank, ranks)
             for _ in range(3):
                 x = torch.randn(ranks, ROWS, IN, dtype=torch.float64)[rank]
@@ -289,7 +254,7 @@ def replayed_fully_sharded(rank: int, ranks: int) -> None:
         mesh = init_device_mesh("cpu", (ranks,))
         for m in models:
             fully_shard(m, mesh=mesh, reshard_after_forward=reshard)
-        with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+        with replayed_on_a_cpu():
             train_both(list(models), list(models), rank, ranks)
 
 

@@ -102,62 +102,47 @@ def far(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def column_check(name: str, sequence: bool) -> None:
-    recipe = RECIPES[name]
+def sharded_check(mode: str, name: str, sequence: bool) -> None:
+    recipe, column = RECIPES[name], mode == "column"
 
     def run(rank: int, ranks: int) -> None:
         given = whole_tensors(ranks)
 
-        def of_rank(n: int) -> Tensors:
-            w, b = (part(t, n, ranks, 0) for t in (given.w, given.b))
-            return Tensors(given.x, w, b, part(given.dy, n, ranks, -1))
-
-        op = BasicLinear(IN, OUT, tensor_parallel_mode="column", sequence_parallel=sequence)
-        mine = of_rank(rank)
-        own = results(
-            op, mine._replace(x=part(given.x, rank, ranks, 0)) if sequence else mine, recipe
-        )
-        # The same rank by rank, without communication: an input is encoded alike everywhere, and
-        # the gradients of the input add up.
-        alone = [results(BasicLinear(IN, OUT // ranks), of_rank(n), recipe) for n in range(ranks)]
-        dx = torch.stack([one.dx for one in alone]).sum(0)
-        exact = alone[rank]._replace(dx=part(dx, rank, ranks, 0) if sequence else dx)
-        for ours, theirs in zip(own, exact):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max())
-        single = results(BasicLinear(IN, OUT), given, recipe)
-        dx = part(single.dx, rank, ranks, 0) if sequence else single.dx
-        rest = [part(single.dw, rank, ranks, 0), part(single.db, rank, ranks, 0)]
-        compare(own, Results(part(single.y, rank, ranks, -1), dx, *rest), name)
-
-    CHECKS[f"column{', sequence' * sequence}, {name}"] = run
-
-
-def row_check(name: str, sequence: bool) -> None:
-    recipe = RECIPES[name]
-
-    def run(rank: int, ranks: int) -> None:
-        given = whole_tensors(ranks)
+        def rows(t: Tensor) -> Tensor:
+            return part(t, rank, ranks, 0) if sequence else t
 
         def of_rank(n: int) -> Tensors:
+            if column:
+                w, b = (part(t, n, ranks, 0) for t in (given.w, given.b))
+                return Tensors(given.x, w, b, part(given.dy, n, ranks, -1))
             x, w = (part(t, n, ranks, -1) for t in (given.x, given.w))
             return Tensors(x, w, torch.zeros_like(given.b), given.dy)
 
-        op = BasicLinear(IN, OUT, tensor_parallel_mode="row", sequence_parallel=sequence)
-        mine = of_rank(rank)._replace(b=given.b)
-        dy = part(given.dy, rank, ranks, 0) if sequence else given.dy
-        own = results(op, mine._replace(dy=dy), recipe)
-        alone = [results(BasicLinear(IN // ranks, OUT), of_rank(n), recipe) for n in range(ranks)]
-        # The bias is added to the sum, once; behind a scattered one each rank has rows of its own.
-        y, db = torch.stack([one.y for one in alone]).sum(0) + given.b, dy.sum((0, 1))
-        exact = alone[rank]._replace(y=part(y, rank, ranks, 0) if sequence else y, db=db)
+        # The same rank by rank, without communication: an input is encoded alike everywhere, and
+        # outputs or the gradients of the input add up.
+        sizes = (IN, OUT // ranks) if column else (IN // ranks, OUT)
+        alone = [results(BasicLinear(*sizes), of_rank(n), recipe) for n in range(ranks)]
+        single = results(BasicLinear(IN, OUT), given, recipe)
+        mine, exact = of_rank(rank), alone[rank]
+        if column:
+            mine = mine._replace(x=rows(given.x))
+            exact = exact._replace(dx=rows(torch.stack([one.dx for one in alone]).sum(0)))
+            dw, db = (part(t, rank, ranks, 0) for t in (single.dw, single.db))
+            of_one = Results(part(single.y, rank, ranks, -1), rows(single.dx), dw, db)
+        else:
+            mine = mine._replace(b=given.b, dy=rows(given.dy))
+            # The bias is added to the sum, once; behind a scattered one each rank has its own rows.
+            y, db = torch.stack([one.y for one in alone]).sum(0) + given.b, mine.dy.sum((0, 1))
+            exact = exact._replace(y=rows(y), db=db)
+            dx, dw = (part(t, rank, ranks, -1) for t in (single.dx, single.dw))
+            of_one = Results(rows(single.y), dx, dw, db)
+        op = BasicLinear(IN, OUT, tensor_parallel_mode=mode, sequence_parallel=sequence)
+        own = results(op, mine, recipe)
         for ours, theirs in zip(own, exact):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max())
-        single = results(BasicLinear(IN, OUT), given, recipe)
-        y = part(single.y, rank, ranks, 0) if sequence else single.y
-        dx, dw = (part(t, rank, ranks, -1) for t in (single.dx, single.dw))
-        compare(own, Results(y, dx, dw, db), name)
+        compare(own, of_one, name)
 
-    CHECKS[f"row{', sequence' * sequence}, {name}"] = run
+    CHECKS[f"{mode}{', sequence' * sequence}, {name}"] = run
 
 
 def compare(own: Results, single: Results, recipe: str) -> None:
@@ -172,8 +157,8 @@ def compare(own: Results, single: Results, recipe: str) -> None:
 
 for _name in RECIPES:
     for _sequence in (False, True):
-        column_check(_name, _sequence)
-        row_check(_name, _sequence)
+        for _mode in ("column", "row"):
+            sharded_check(_mode, _name, _sequence)
 
 
 @check

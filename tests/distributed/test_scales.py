@@ -1,4 +1,4 @@
-"""Scales that ranks agree on: all checks in one start."""
+"""Scales that ranks agree on, or keep as their own, also in DistributedDataParallel: one start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.recipe import DelayedScaling, Float8PredictedScaling, Recipe
@@ -154,12 +155,64 @@ def states_wait_for_a_region_of_their_group(rank: int, ranks: int) -> None:
         assert agree(scales) == [True, True, True]
 
 
+class Holder(nn.Module):
+    """A root that is none of opfuser's, with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("own", torch.zeros(2))
+        self.layers = opfuser.Sequential(
+            opfuser.Linear(32, 32), opfuser.GELU(), opfuser.BasicLinear(32, 16)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def outcome(rank: int, recipe: Recipe, group: Any, **options: Any) -> list[Tensor]:
+    """Outputs and gradients of three steps of a run that is resumed, and the last scales."""
+    holder = Holder()
+    holder.own += rank  # so that it shows whether buffers were sent
+    seen: list[Tensor] = []
+    called: nn.Module = holder
+    for number in range(4):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(16, 32, generator=generator) * 10.0**rank
+        with opfuser.autocast(recipe=recipe, amax_reduction_group=group):
+            y = called(x)
+        y.square().sum().backward()
+        if number:
+            seen += [y.detach(), *[p.grad.clone() for p in holder.parameters()]]
+        else:
+            holder.zero_grad()
+            called = DistributedDataParallel(holder, **options)
+    sent = options.get("broadcast_buffers", True)
+    assert holder.own.tolist() == [0.0 if sent else rank] * 2
+    state = holder.state_dict()
+    return [*seen, *(t.clone() for name, t in state.items() if name.endswith("quantization.scale"))]
+
+
+def scales_in_data_parallel(rank: int, ranks: int) -> None:
+    """DistributedDataParallel sends buffers of rank 0: all but scales, with a group or without."""
+    for recipe in (DelayedScaling(amax_history_len=3), Float8PredictedScaling(margin=0)):
+        for group in (None, dist.group.WORLD):
+            found = outcome(rank, recipe, group)
+            alone = outcome(rank, recipe, group, broadcast_buffers=False)
+            for mine, wanted in zip(found, alone, strict=True):
+                assert torch.equal(mine, wanted)
+            for scale in found[-2:]:
+                same = agree(of_all_ranks(scale))
+                assert not same[0] if group is None else all(same)
+
+
 FUNCTIONS: tuple[Check, ...] = (
     ranks_agree_on_scales,
     ranks_go_their_own_ways,
     a_rank_sees_nothing_or_overflows,
     one_reduction_per_group,
     states_wait_for_a_region_of_their_group,
+    scales_in_data_parallel,
 )
 
 
@@ -167,6 +220,7 @@ def quietly(function: Check) -> Check:
     def run(rank: int, ranks: int) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FP8 is emulated")
+            warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated")  # since 2.13
             function(rank, ranks)
 
     return run

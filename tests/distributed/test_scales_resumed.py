@@ -1,8 +1,10 @@
-"""Scales of FP8 in distributed checkpoints: written by two ranks, read by one, two and four."""
+"""Scales of FP8 in distributed checkpoints and whole state dicts: written by two ranks.
+
+What other numbers of ranks read is in test_checkpoints_of_four.py.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,20 +42,14 @@ OF_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 CHECKS: dict[str, Check] = {}
 
 
-def check(on: int) -> Callable[[Check], Check]:
-    """A check of a start with so many ranks."""
+def check(function: Check) -> Check:
+    def quietly(rank: int, ranks: int) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FP8 is emulated")
+            function(rank, ranks)
 
-    def added(function: Check) -> Check:
-        def quietly(rank: int, ranks: int) -> None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "FP8 is emulated")
-                if ranks == on:
-                    function(rank, ranks)
-
-        CHECKS[function.__name__] = quietly
-        return function
-
-    return added
+    CHECKS[function.__name__] = quietly
+    return function
 
 
 def model(seed: int = 1, recipe: DelayedScaling | None = DELAYED) -> Any:
@@ -101,7 +97,7 @@ def assert_restored(made: Any) -> None:
         assert state is None or [state.knows(role) for role in ("input", "grad_output")] == [1, 1]
 
 
-@check(on=2)
+@check
 def written_by_two(rank: int, ranks: int) -> None:
     for name in ("data-parallel", "sharded"):
         made = WAYS[name](model())
@@ -115,29 +111,7 @@ def written_by_two(rank: int, ranks: int) -> None:
         assert_restored(made)
 
 
-def read(name: str) -> None:
-    """As torch's documentation does it."""
-    for way in WAYS.values():
-        made = way(model(seed=2))
-        state = {"model": get_model_state_dict(made)}
-        dcp.load(state, checkpoint_id=folder(name), no_dist=not dist.is_initialized())
-        set_model_state_dict(made, state["model"])
-        assert_restored(made)
-        if not dist.is_initialized():
-            return
-
-
-@check(on=2)
-def read_by_two(rank: int, ranks: int) -> None:
-    read("data-parallel")
-
-
-@check(on=4)
-def read_by_four(rank: int, ranks: int) -> None:
-    read("sharded")
-
-
-@check(on=4)
+@check
 def handed_out_by_the_first(rank: int, ranks: int) -> None:
     for way in WAYS.values():
         made = way(model(seed=2))
@@ -152,7 +126,7 @@ def handed_out_by_the_first(rank: int, ranks: int) -> None:
     assert_restored(made)
 
 
-@check(on=2)
+@check
 def kept_by_a_model_without(rank: int, ranks: int) -> None:
     for name in ("plain", "sharded"):
         made = WAYS[name](model(seed=2, recipe=None))
@@ -163,7 +137,7 @@ def kept_by_a_model_without(rank: int, ranks: int) -> None:
         assert_restored(made)
 
 
-@check(on=2)
+@check
 def the_first_is_told_what_others_do_not_get(rank: int, ranks: int) -> None:
     full = torch.load(folder("sharded in one file")) if rank == 0 else {}
     with warnings.catch_warnings(record=True) as told:
@@ -177,7 +151,7 @@ def the_first_is_told_what_others_do_not_get(rank: int, ranks: int) -> None:
         assert "opfuser.init_recipe_state(model, recipe) on every rank" in text
 
 
-@check(on=2)
+@check
 def names_of_a_wrapped_model_without(rank: int, ranks: int) -> None:
     """torch names what it does not know in the wrapper: nothing is dropped."""
     made = DistributedDataParallel(model(seed=2, recipe=None))
@@ -185,7 +159,7 @@ def names_of_a_wrapped_model_without(rank: int, ranks: int) -> None:
         set_model_state_dict(made, torch.load(folder("sharded in one file")))
 
 
-@check(on=2)
+@check
 def told_their_recipe(rank: int, ranks: int) -> None:
     made = model(seed=2, recipe=None)
     opfuser.init_recipe_state(made, DELAYED)
@@ -199,30 +173,26 @@ def told_their_recipe(rank: int, ranks: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Outcomes]]:
-    """By the number of ranks; two write what four read."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(tmp_path_factory.mktemp("checkpoints")))
-
-        @functools.lru_cache(None)
-        def of(ranks: int) -> Outcomes:
-            if ranks == 4:
-                assert_passed(of(2), "written_by_two")
-            return outcomes_of(__name__, ranks, tmp_path_factory.mktemp("ranks"))
-
-        yield of
+        yield outcomes_of(__name__, 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", CHECKS)
-def test_ranks(outcomes: Callable[[int], Outcomes], name: str, ranks: int) -> None:
-    assert_passed(outcomes(ranks), name)
+def test_ranks(outcomes: Outcomes, name: str) -> None:
+    assert_passed(outcomes, name)
 
 
 @pytest.mark.parametrize("name", ["data-parallel", "sharded"])
-def test_read_by_one(outcomes: Callable[[int], Outcomes], name: str) -> None:
-    assert_passed(outcomes(2), "written_by_two")
-    read(name)
+def test_read_by_one(outcomes: Outcomes, name: str) -> None:
+    """As torch's documentation does it, and in its shorter ways."""
+    assert_passed(outcomes, "written_by_two")
+    target = model(seed=2)
+    state = {"model": get_model_state_dict(target)}
+    dcp.load(state, checkpoint_id=folder(name), no_dist=True)
+    set_model_state_dict(target, state["model"])
+    assert_restored(target)
     target = model(seed=2)
     dcp.load({"model": target}, checkpoint_id=folder(name), no_dist=True)
     assert_restored(target)
@@ -231,11 +201,9 @@ def test_read_by_one(outcomes: Callable[[int], Outcomes], name: str) -> None:
     assert_restored(target)
 
 
-def test_what_a_model_does_not_ask_for_is_not_read(
-    outcomes: Callable[[int], Outcomes],
-) -> None:
+def test_what_a_model_does_not_ask_for_is_not_read(outcomes: Outcomes) -> None:
     """The limit that docs/fp8.md states: nothing of the library runs there."""
-    assert_passed(outcomes(2), "written_by_two")
+    assert_passed(outcomes, "written_by_two")
     target = model(seed=2, recipe=None)
     dcp.load({"model": target}, checkpoint_id=folder("sharded"), no_dist=True)
     assert not scales(target)

@@ -1,10 +1,9 @@
-"""Expert parallelism with ``fully_shard`` and tensor parallelism, and checkpoints: four ranks."""
+"""Expert and tensor parallelism with ``shard_layers``, and checkpoints: four ranks."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from opfuser import Sequential
@@ -28,21 +26,21 @@ from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.models import DecoderConfig, MoEConfig, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.models.sharding import shard_layers
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.distributed.sharded import new_checkpoint, read_checkpoint, write_checkpoint
+from tests.distributed.test_tensor_parallel import whole as unmerged
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 4
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 MOE = MoEConfig(16, 10, 8, 3, shared_ffn_dim=6, init_std=0.3)
 CONFIG = DecoderConfig(31, 16, 2, 4, num_kv_heads=4, dtype=torch.float64, moe=MOE)
 WITH_LOSS = replace(CONFIG, router_aux_loss_coef=0.1)
+WITHOUT_EXPERTS = DecoderConfig(
+    31, 16, 2, 4, num_kv_heads=2, ffn_dim=24, qk_norm=True, dtype=torch.float64
+)
 WAYS = "two by two", "four", "four by tensors", "two by two by tensors"
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def made(model: Sequential, way: str, **how: Any) -> Sequential:
@@ -141,8 +139,7 @@ def checkpointing_of_activations(rank: int, ranks: int) -> None:
 @check
 def checkpoints(rank: int, ranks: int) -> None:
     """Written by two by two ranks, read by four, and by four that hold all experts each."""
-    folder = [TemporaryDirectory().name if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    folder = new_checkpoint()
     torch.manual_seed(1)
     ours = made(decoder_lm(WITH_LOSS), "two by two")
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
@@ -150,22 +147,14 @@ def checkpoints(rank: int, ranks: int) -> None:
     ours(*part(batches[0], "two by two")).backward()
     optimizer.step()
     optimizer.zero_grad()
-    states = dict(zip(("model", "optimizer"), get_state_dict(ours, optimizer)))
-    dcp.save(states, checkpoint_id=folder[0])
+    write_checkpoint(folder, ours, optimizer)
     torch.manual_seed(2)
     other = made(decoder_lm(WITH_LOSS), "four")
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    states = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer)))
-    dcp.load(states, checkpoint_id=folder[0])
-    set_state_dict(
-        other,
-        other_optimizer,
-        model_state_dict=states["model"],
-        optim_state_dict=states["optimizer"],
-    )
+    read_checkpoint(folder, other, other_optimizer)
     one = decoder_lm(WITH_LOSS)
     plain = {"model": one.state_dict()}
-    dcp.load(plain, checkpoint_id=folder[0])
+    dcp.load(plain, checkpoint_id=folder)
     one.load_state_dict(plain["model"])
     for model in (ours, other):
         for name, p in whole(model).items():
@@ -231,9 +220,77 @@ def meshes_that_do_not_go_together(rank: int, ranks: int) -> None:
         parallelize(decoder_lm(WITH_LOSS), everyone, expert_parallel=everyone)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
+def in_two_dimensions(
+    model: Sequential, **how: Any
+) -> tuple[Sequential, torch.optim.Optimizer, int]:
+    """The model on two by two ranks, its optimizer, and which part of the batch is this rank's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard_layers(parallelize(model, mesh["tp"]), mesh=mesh["dp"], **how)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), mesh["dp"].get_local_rank()
+
+
+def step(model: Sequential, optimizer: torch.optim.Optimizer, batch: Any) -> tuple[Any, Any]:
+    loss = model(*batch)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach(), norm
+
+
+@check
+def losses_of_one_process(rank: int, ranks: int) -> None:
+    for reshard in (True, False):
+        torch.manual_seed(1)
+        exact = decoder_lm(WITHOUT_EXPERTS)
+        ours, optimizer, part = in_two_dimensions(
+            copy.deepcopy(exact), reshard_after_forward=reshard
+        )
+        assert all(isinstance(p, DTensor) and p.device_mesh.ndim == 2 for p in ours.parameters())
+        reference = torch.optim.AdamW(exact.parameters(), lr=1e-2)
+        for _ in range(3):
+            batch = torch.randint(31, (2, 4, 8))
+            loss, norm = step(exact, reference, batch)
+            mine, own_norm = step(ours, optimizer, batch[:, 2 * part : 2 * part + 2])
+            dist.all_reduce(mine)
+            torch.testing.assert_close(mine / ranks, loss, rtol=1e-10, atol=0)
+            torch.testing.assert_close(own_norm.full_tensor(), norm, rtol=1e-9, atol=0)
+        for name, p in unmerged(ours).items():
+            same(p, exact.get_parameter(name).detach(), name)
+
+
+@check
+def checkpoints_of_two_dimensions(rank: int, ranks: int) -> None:
+    """Written by two by two ranks, read by four for tensor parallelism of one."""
+    folder = new_checkpoint()
+    torch.manual_seed(1)
+    ours, optimizer, part = in_two_dimensions(decoder_lm(WITHOUT_EXPERTS))
+    batch = torch.randint(31, (2, 4, 8))
+    step(ours, optimizer, batch[:, 2 * part : 2 * part + 2])
+    write_checkpoint(folder, ours, optimizer)
+    loss, _ = step(ours, optimizer, batch[:, 2 * part : 2 * part + 2])
+    dist.all_reduce(loss)
+    alone = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    other = parallelize(decoder_lm(WITHOUT_EXPERTS), alone)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    read_checkpoint(folder, other, optimizer)
+    mine, _ = step(other, optimizer, batch)
+    torch.testing.assert_close(loss / ranks, mine, rtol=1e-10, atol=0)
+
+
+@check
+def policy_of_precision(rank: int, ranks: int) -> None:
+    """Stored in fp32, and computed in bf16."""
+    torch.manual_seed(1)
+    config = DecoderConfig(31, 16, 2, 4, num_kv_heads=2)
+    exact = decoder_lm(config)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ours, optimizer, part = in_two_dimensions(copy.deepcopy(exact), mp_policy=policy)
+    batch = torch.randint(31, (2, 4, 8))
+    mine, _ = step(ours, optimizer, batch[:, 2 * part : 2 * part + 2])
+    dist.all_reduce(mine)
+    torch.testing.assert_close(mine.float() / ranks, exact(*batch).detach(), rtol=1e-3, atol=0)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +32,7 @@ from opfuser.models import DecoderConfig, MoEConfig, decoder_layers, decoder_lm
 from opfuser.models.parallel import parallelize
 from opfuser.recipe import Float8BlockScaling
 from tests.distributed.ranks import Checks, Outcomes, assert_passed
+from tests.distributed.sharded import new_checkpoint, read_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.distributed
 
@@ -245,21 +243,14 @@ def checkpoints(rank: int, ranks: int) -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    folder = [TemporaryDirectory().name if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
-    model, optimizer = made(mesh_of(ranks))
+    folder, (model, optimizer) = new_checkpoint(), made(mesh_of(ranks))
     step(model, optimizer)
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.save(states, checkpoint_id=folder[0])
+    write_checkpoint(folder, model, optimizer)
     losses = [step(model, optimizer) for _ in range(2)]
     alone = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))["tp"]
     for mesh, sequence in ((mesh_of(ranks), False), (alone, True)):
         model, optimizer = made(mesh, sequence_parallel=sequence)
-        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-        dcp.load(states, checkpoint_id=folder[0])
-        set_state_dict(
-            model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-        )
+        read_checkpoint(folder, model, optimizer)
         for loss in losses:
             same(step(model, optimizer), loss)
 

@@ -16,8 +16,8 @@ import opfuser
 from opfuser import basic
 from opfuser.core.fusion import REFUSAL_CODES
 from opfuser.fused import FUSIONS
-from opfuser.fused._linear import BIASES, LINEARS
 from opfuser.fused.backward_activation_bias import FUSION as WITH_PLAIN_ACTIVATION
+from opfuser.fused.norm_linear import FUSION as OF_NORM_AND_LINEAR
 from opfuser.fused.parts.activation import ACTIVATIONS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -168,11 +168,12 @@ def test_readme_names_every_operation() -> None:
 
 # What the tables of fusions call by one name.
 _, plain_activations = WITH_PLAIN_ACTIVATION.elements
+*_, linears, biases = OF_NORM_AND_LINEAR.elements
 KINDS = {
     "activation": tuple(kind.__name__ for kind in ACTIVATIONS),
     "plain activation": tuple(kind.__name__ for kind in plain_activations.types),
-    "BasicLinear": tuple(kind.__name__ for kind in LINEARS),
-    "Bias": tuple(kind.__name__ for kind in BIASES),
+    "BasicLinear": tuple(kind.__name__ for kind in linears.types),
+    "Bias": tuple(kind.__name__ for kind in biases.types),
 }
 
 

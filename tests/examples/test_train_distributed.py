@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -233,7 +234,37 @@ def launch(script: Path, *args: str) -> str:
     return done.stdout
 
 
+def free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("localhost", 0))
+        port: int = own.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def agents(outcomes: Outcomes, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two of torchrun, one of which dies with its worker; the other one waits for it a while."""
+    assert_passed(outcomes, "losses_are_those_of_one_process")
+    script = folder / "lost.py"
+    script.write_text(
+        KILLED.replace("os.kill(os.getpid()", "os.kill(os.getppid(), 9), os.kill(os.getpid()")
+    )
+    end = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=lost".split()
+    torchrun = "-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3".split()
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    started = []
+    for host in ("true", "false"):
+        conf = f"--rdzv-conf=is_host={host},last_call_timeout=2"
+        of_run = [str(script), str(EXAMPLES), f"--runs={folder}", "--name=lost", *SMALL]
+        command = [sys.executable, *torchrun, *end, conf, *of_run]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    yield started
+    for agent in started:
+        agent.kill()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("agents")  # which wait meanwhile
 def test_run_continues_after_a_worker_was_killed(outcomes: Outcomes, folder: Path) -> None:
     """As one that nothing happened to: from the last checkpoint, with the same batches."""
     script = folder / "killed.py"
@@ -244,37 +275,11 @@ def test_run_continues_after_a_worker_was_killed(outcomes: Outcomes, folder: Pat
     assert_same(folder / "killed", folder / "fsdp", 0.0)
 
 
-def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("localhost", 0))
-        port: int = own.getsockname()[1]
-        return port
-
-
 @pytest.mark.slow
 def test_run_continues_on_fewer_processes_after_a_node_was_lost(
-    outcomes: Outcomes, folder: Path
+    agents: list[subprocess.Popen[str]], folder: Path
 ) -> None:
-    """Two agents of torchrun, one of which dies with its worker."""
-    assert_passed(outcomes, "losses_are_those_of_one_process")
-    script = folder / "lost.py"
-    script.write_text(
-        KILLED.replace("os.kill(os.getpid()", "os.kill(os.getppid(), 9), os.kill(os.getpid()")
-    )
-    end = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=lost".split()
-    torchrun = "-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3".split()
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    agents = []
-    for host in ("true", "false"):
-        conf = f"--rdzv-conf=is_host={host},last_call_timeout=2"
-        of_run = [str(script), str(EXAMPLES), f"--runs={folder}", "--name=lost", *SMALL]
-        command = [sys.executable, *torchrun, *end, conf, *of_run]
-        agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    try:
-        told = "".join(agent.communicate(timeout=240)[0] for agent in agents)
-    finally:
-        for agent in agents:
-            agent.kill()
+    told = "".join(agent.communicate(timeout=240)[0] for agent in agents)
     assert sorted(agent.returncode for agent in agents) == [-signal.SIGKILL, 0]
     assert told.count("2 processes") == told.count("1 processes") == 1
     assert told.count("continues after step 5") == 1

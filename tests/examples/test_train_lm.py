@@ -158,15 +158,6 @@ def die_at_8(example: ModuleType, args: Sequence[str]) -> None:
             example.main(args)
 
 
-def test_killed_run_continues_from_its_last_checkpoint(
-    example: ModuleType, whole: Path, tmp_path: Path
-) -> None:
-    die_at_8(example, [*SMALL, f"--runs={tmp_path}", "--name=killed"])
-    assert list(losses(tmp_path / "killed")) == list(range(1, 9))
-    assert example.main([f"--runs={tmp_path}", "--name=killed", "--resume"]) == 0
-    assert losses(tmp_path / "killed") == losses(whole)
-
-
 def test_twin_is_resumed_too(
     example: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,15 +230,18 @@ def test_untied_lookup_of_embeddings_counts_no_flops(example: ModuleType) -> Non
     assert flops[0] == flops[1]
 
 
-def test_tensorboard_shows_steps_that_were_made_again_once(
+def test_killed_run_continues_from_its_last_checkpoint(
     example: ModuleType, whole: Path, tmp_path: Path
 ) -> None:
+    """TensorBoard shows steps that were made again once."""
     args = [f"--runs={tmp_path}", "--name=killed", f"--tensorboard={tmp_path / 'board'}"]
     for seed in (1, 0):  # the second run replaces the first
         die_at_8(example, [*SMALL, f"--seed={seed}", *args])
     folder = tmp_path / "board" / "killed" / "opfuser"
+    assert list(losses(tmp_path / "killed")) == list(range(1, 9))
     assert list(curves(folder)["train/loss"]) == list(range(1, 9))
     assert example.main([*args, "--resume"]) == 0
+    assert losses(tmp_path / "killed") == losses(whole)
     found = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
     assert [e.step for e in found] == list(range(1, 13))
     assert {e.step: e.value for e in found} == pytest.approx(losses(whole))

@@ -130,15 +130,6 @@ def test_norm_first_is_torchs() -> None:
     torch.testing.assert_close(model(tokens, types), wanted)
 
 
-def test_dropout_is_where_the_configuration_has_it() -> None:
-    dropped = {**BERT, "hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.5}
-    model = same_encoder(hf_encoder(dropped))
-    found = [op.dropout_probability for op in model.modules() if isinstance(op, opfuser.Dropout)]
-    assert found == [0.25] * 7
-    inside = [op for op in model.modules() if isinstance(op, opfuser.DotProductAttention)]
-    assert [op.dropout_p for op in inside] == [0.5] * 3
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [

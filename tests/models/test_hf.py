@@ -14,7 +14,17 @@ import opfuser
 from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.models import DecoderConfig, decoder_lm, hf_state_dict, load_hf
 from opfuser.recipe import DelayedScaling
-from tests.models.hf import CONFIGS, GPT2, SIZES, distance, hf_model, run, run_hf, same_model
+from tests.models.hf import (
+    CONFIGS,
+    EXPERTS,
+    GPT2,
+    SIZES,
+    distance,
+    hf_model,
+    run,
+    run_hf,
+    same_model,
+)
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
 # One per family, for what does not depend on its details.
@@ -35,19 +45,6 @@ def test_logits_and_every_gradient(name: str, device: torch.device) -> None:
     for key, value in wanted.items():
         assert value.norm() > 1e-3, f"{key} tells nothing"
         assert distance(got[key], value) <= 1e-5, key
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["gpt2", "gemma 3", "qwen2 moe"])
-def test_compiled_without_a_graph_break(name: str) -> None:
-    torch.compiler.reset()
-    model, (tokens, dy) = same_model(hf_model(*CONFIGS[name])), batch()
-    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-    got, wanted = ([y, *torch.autograd.grad(y, [*model.parameters()], dy)]
-                   for y in (compiled(tokens), model(tokens)))  # fmt: skip
-    for a, b in zip(got, wanted):
-        assert distance(a, b) <= 1e-5
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -207,6 +204,48 @@ def test_configurations_are_read_by_their_attributes() -> None:
             {**SIZES, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
             r"or 'full_attention' \(from_hf of a qwen3\). Received: layer_types=.*Set config.layer",
         ),
+        ("Mixtral", {**EXPERTS, "router_jitter_noise": 0.1}, "without router_jitter_noise"),
+        (
+            "Qwen3Moe",
+            {**EXPERTS, "hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act must be one of silu",
+        ),
+        (
+            "Llama",
+            {**SIZES, "is_causal": False},
+            r"earlier positions.* of a llama\). Received: is_causal=False",
+        ),
+        ("GPT2", {**GPT2, "is_causal": False}, r"of a gpt2\). Received: is_causal=False"),
+        (
+            "Llama",
+            {**SIZES, "pruned_heads": {0: [1]}},
+            r"without pruned_heads .* pruned_heads=\{0: \[1\]\}",
+        ),
+        (
+            "Llama",
+            {**SIZES, "per_layer_config": {1: {"intermediate_size": 12}}},
+            r"without is_heterogeneous .* of a llama\). Received: is_heterogeneous=True",
+        ),
+        (
+            "Mistral",
+            {**SIZES, "sliding_window": 0},
+            r"one position or more .* Received: sliding_window=0",
+        ),
+        (
+            "Qwen2",
+            {**SIZES, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+            r"one position or more .* of a qwen2\). Received: sliding_window=None",
+        ),
+        (
+            "Gemma3Text",
+            {
+                **SIZES,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}
+                },
+            },
+            r"truncated .* of a gemma3_text\). Received: truncate=False",
+        ),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(family: str, sizes: dict[str, Any], text: str) -> None:
@@ -214,17 +253,3 @@ def test_what_cannot_be_expressed_is_refused(family: str, sizes: dict[str, Any],
     config = getattr(transformers, f"{family}Config")(**sizes)
     with pytest.raises(NotSupportedError, match=text):
         DecoderConfig.from_hf(config)
-
-
-def test_dropout_is_where_the_configuration_has_it() -> None:
-    theirs: Any = hf_model(
-        "GPT2", {**GPT2, "embd_pdrop": 0.25, "resid_pdrop": 0.5, "attn_pdrop": 0.1}
-    )
-    model = same_model(theirs)
-    inside = [op for op in model.modules() if isinstance(op, opfuser.DotProductAttention)]
-    assert [op.dropout_p for op in inside] == [0.1, 0.1]
-    found = [op for op in model.modules() if isinstance(op, opfuser.Dropout)]
-    assert [op.dropout_probability for op in found] == [0.25, *[0.5] * 4]
-    theirs.eval(), model.eval()
-    tokens, _ = batch()
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)

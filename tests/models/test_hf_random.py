@@ -17,7 +17,7 @@ import opfuser.hf
 from opfuser.errors import NotSupportedError
 from opfuser.models import DecoderConfig, EncoderConfig, ImageEncoderConfig, hf_state_dict
 from tests.models import test_encoder, test_image_encoder
-from tests.models.hf import GPT2, SIZES, distance, fill, hf_model, run, run_hf, same_model
+from tests.models.hf import SIZES, distance, fill, hf_model, run, run_hf, same_model
 from tests.models.hf import transformers as hf
 from tests.models.random_configs import (
     ENCODERS,
@@ -55,29 +55,36 @@ def test_decoders(family: str) -> None:
         compare(run(same_model(theirs), *data), run_hf(theirs, *data), sizes)
 
 
+def encoders(family: str, seed: int, **changes: Any) -> tuple[Any, Any, dict[str, Tensor], Any]:
+    """Ours, theirs, inputs by their names there, and the sizes."""
+    sizes = {**sample_encoder(family, seed), **changes}
+    config = getattr(hf, f"{family}Config")(**sizes, attn_implementation="eager")
+    torch.manual_seed(seed)
+    theirs = getattr(hf, f"{family}Model")(config, add_pooling_layer=False).train()
+    fill(theirs, 1.0)
+    if family == "ViT":
+        ours = test_image_encoder.same_encoder(theirs)
+        images = torch.randn(3, sizes["num_channels"], *ours[0].image_size, requires_grad=True)
+        return ours, theirs, {"pixel_values": images}, sizes
+    tokens, types = torch.randint(VOCABULARY, (3, LENGTH)), torch.randint(3, (3, LENGTH))
+    ours = test_encoder.same_encoder(theirs)
+    return ours, theirs, {"input_ids": tokens, "token_type_ids": types}, sizes
+
+
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders(family: str) -> None:
     for seed in SEEDS:
-        sizes = sample_encoder(family, seed)
-        config = getattr(hf, f"{family}Config")(**sizes, attn_implementation="eager")
-        torch.manual_seed(seed)
-        theirs = getattr(hf, f"{family}Model")(config, add_pooling_layer=False).train()
-        fill(theirs, 1.0)
-        if family == "ViT":
-            ours = test_image_encoder.same_encoder(theirs)
-            shape = ours[0].image_size
-            given: dict[str, Tensor] = {"": torch.randn(3, sizes["num_channels"], *shape)}
-        else:
-            ours = test_encoder.same_encoder(theirs)
-            tokens, types = torch.randint(VOCABULARY, (3, LENGTH)), torch.randint(3, (3, LENGTH))
-            given = {"input_ids": tokens, "token_type_ids": types}
-        wanted = theirs(*given.values()) if family == "ViT" else theirs(**given)
-        y = ours(*given.values())
+        ours, theirs, given, sizes = encoders(family, seed)
+        y, wanted = ours(*given.values()), theirs(**given).last_hidden_state
         dy = torch.randn(y.shape)
-        got = hf_state_dict(with_gradients(ours, y, dy))
-        there = with_gradients(theirs, wanted.last_hidden_state, dy).state_dict()
-        outputs = {"output": y}, {"output": wanted.last_hidden_state}
-        compare({**got, **outputs[0]}, {**there, **outputs[1]}, sizes)
+        sides = []
+        for model, out in ((ours, y), (theirs, wanted)):
+            inputs = [t for t in given.values() if t.requires_grad]
+            of_inputs = torch.autograd.grad(out, inputs, dy, retain_graph=True) if inputs else ()
+            grads = with_gradients(model, out, dy)
+            named = hf_state_dict(grads) if model is ours else grads.state_dict()
+            sides.append({**named, "output": out, **dict(zip(given, of_inputs))})
+        compare(*sides, sizes)
 
 
 def with_gradients(model: Any, y: Tensor, dy: Tensor) -> Any:
@@ -136,6 +143,16 @@ def test_dropout_is_where_it_is_there(family: str, name: str) -> None:
     assert distance(ours, wanted) <= 3e-5
 
 
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_dropout_of_encoders_is_where_it_is_there(family: str, name: str) -> None:
+    ours, theirs, given, _ = encoders(family, 3, **{name: 1.0})
+    y, wanted = ours(*given.values()), theirs(**given).last_hidden_state
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+    ours.eval()
+    assert not torch.allclose(ours(*given.values()), y)
+
+
 # What transformers looks up in a configuration, or may, and no result depends on: here, as it is
 # of training, of a cache or of another head; or in the configurations that are accepted.
 IRRELEVANT = set(
@@ -149,7 +166,7 @@ IRRELEVANT = set(
     "reorder_and_upcast_attn chunk_size_feed_forward is_encoder_decoder".split()
 )
 # Read for others, and without an effect in the model of this type.
-WITHOUT_EFFECT = {"gpt2": {"pad_token_id"}}
+WITHOUT_EFFECT = {"GPT2": {"pad_token_id"}}
 
 
 class Watched:
@@ -172,51 +189,13 @@ def test_every_attribute_that_a_model_reads_is_read(family: str) -> None:
         sizes = sample_encoder(family, seed) if family in ENCODERS else sample(family, seed)
         config = getattr(hf, f"{family}Config")(**sizes)
         made.from_hf(Watched(config, read))
-    module = f"transformers.models.{config.model_type.removesuffix('_text')}"
-    name = module.rpartition(".")[2]
-    source = inspect.getsource(importlib.import_module(f"{module}.modeling_{name}"))
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    source = inspect.getsource(importlib.import_module(module))
     there = set(re.findall(r"config\.([a-z_]+)", source))
     there |= set(re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", source))
-    unread = there - read - IRRELEVANT - WITHOUT_EFFECT.get(name, set())
+    unread = there - read - IRRELEVANT - WITHOUT_EFFECT.get(family, set())
     synonyms = config.attribute_map
     assert not unread - {n for n, other in synonyms.items() if other in read}
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Llama", {"is_causal": False}, r"earlier positions.* of a llama\). Received: is_causal=False"),
-    ("GPT2", {"is_causal": False}, r"of a gpt2\). Received: is_causal=False"),
-    ("Llama", {"pruned_heads": {0: [1]}}, r"without pruned_heads .* pruned_heads=\{0: \[1\]\}"),
-    (
-        "Llama",
-        {"per_layer_config": {1: {"intermediate_size": 12}}},
-        r"without is_heterogeneous .* of a llama\). Received: is_heterogeneous=True",
-    ),
-    ("Mistral", {"sliding_window": 0}, r"one position or more .* Received: sliding_window=0"),
-    (
-        "Qwen2",
-        {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-        r"one position or more .* of a qwen2\). Received: sliding_window=None",
-    ),
-    (
-        "Gemma3Text",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}
-            }
-        },
-        r"truncated .* of a gemma3_text\). Received: truncate=False",
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "change", "text"), REFUSED)
-def test_what_would_be_another_model_is_refused(
-    family: str, change: dict[str, Any], text: str
-) -> None:
-    sizes = GPT2 if family == "GPT2" else {**SIZES, "num_hidden_layers": 3}
-    config = getattr(hf, f"{family}Config")(**{**sizes, **change})
-    with pytest.raises(NotSupportedError, match=text):
-        DecoderConfig.from_hf(config)
 
 
 def test_heads_of_images_that_are_not_a_share_of_the_features() -> None:

@@ -65,19 +65,6 @@ def results(model: Any, seed: int = 1) -> dict[str, Tensor]:
     return {"output": y.detach(), "images": images.grad, **named}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_hidden_states_and_every_gradient(name: str) -> None:
-    theirs = hf_vit(CONFIGS[name])
-    got, wanted = results(same_encoder(theirs)), results(theirs)
-    assert got.keys() == wanted.keys()
-    for key, value in wanted.items():
-        if key.endswith("k_proj.bias"):  # zero, as the softmax ignores what all scores share
-            assert max(value.abs().max(), got[key].abs().max()) < 1e-5
-            continue
-        assert value.norm() > 1e-3, f"{key} tells nothing"
-        assert distance(got[key], value) <= 1e-5, key
-
-
 def test_bf16_error_is_at_most_twice_theirs() -> None:
     own_error: dict[str, float] = {}
     their_error: dict[str, float] = {}
@@ -122,15 +109,6 @@ def test_checkpoints_of_transformers_4() -> None:
     model = same_encoder(hf_vit(VIT, seed=1))
     load_hf(model, {**old, "classifier.weight": torch.ones(2, 24)})
     torch.testing.assert_close(hf_state_dict(model), dict(theirs.state_dict()), rtol=0, atol=0)
-
-
-def test_dropout_is_where_the_configuration_has_it() -> None:
-    dropped = {**VIT, "hidden_dropout_prob": 0.25, "attention_probs_dropout_prob": 0.5}
-    model = same_encoder(hf_vit(dropped))
-    found = [op.dropout_probability for op in model.modules() if isinstance(op, opfuser.Dropout)]
-    assert found == [0.25] * 5
-    inside = [op for op in model.modules() if isinstance(op, opfuser.DotProductAttention)]
-    assert [op.dropout_p for op in inside] == [0.5] * 2
 
 
 def test_images_of_another_size_are_refused() -> None:

@@ -33,8 +33,8 @@ _ENCODER: dict[str, Any] = {"dim": 12, "num_layers": 1, "num_heads": 2, "dropout
 
 
 def _experts(top_k: int, **others: Any) -> dict[str, Any]:
-    moe = MoEConfig(12, 6, num_experts=4, top_k=top_k, init_std=0.5)
-    return {**_GROUPED, "moe": moe, "router_aux_loss_coef": 0.5, **others}
+    moe = MoEConfig(12, 6, num_experts=4, top_k=top_k, init_std=0.5, **others)
+    return {**_GROUPED, "moe": moe, "router_aux_loss_coef": 0.5}
 
 
 _DECODERS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
         "qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied_head": True,
     },
     "Mixtral": _experts(2),
-    "Qwen3-MoE": _experts(3, qk_norm=True),
+    "Qwen2-MoE": {**_experts(3, shared_ffn_dim=6, shared_gate=True), "qkv_bias": True},
 }  # fmt: skip
 _ENCODERS: dict[str, Callable[..., nn.Module]] = {
     "BERT": lambda **to: text_encoder(

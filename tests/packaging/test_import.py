@@ -18,23 +18,15 @@ import opfuser
 
 ROOT = Path(__file__).parents[2]
 
-NEW_MODULES = """
+LOADED = """
 import json, sys
 import torch
 before = set(sys.modules)
 import opfuser
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-
-LOADED = """
-import json, sys
-import opfuser
-print(json.dumps(sorted(name for name in sys.modules if name.startswith("opfuser."))))
-"""
-
-A_STEP = """
+imported = sorted(set(sys.modules) - before)
 seq = opfuser.Sequential(opfuser.Linear(8, 16), opfuser.RMSNorm(16), opfuser.SwiGLU())
 seq(torch.ones(3, 8)).sum().backward()
+print(json.dumps([imported, sorted(sys.modules)]))
 """
 
 # Folders count.
@@ -91,25 +83,14 @@ def run_bare(code: str) -> str:
     return done.stdout
 
 
-def test_import_adds_only_torch_modules_that_are_light() -> None:
-    new = json.loads(run_bare(NEW_MODULES))
+def test_import_adds_little_that_is_light_and_a_step_what_it_needs() -> None:
+    new, after_a_step = json.loads(run_bare(LOADED))
     packages = {name.partition(".")[0] for name in new}
     assert packages <= {"opfuser", "torch", "typing_extensions"} | sys.stdlib_module_names
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
     assert [name for name in new if name.startswith(heavy)] == []
-
-
-def test_import_loads_little() -> None:
-    assert len(loaded_by("")) <= MOST_MODULES
-
-
-def loaded_by(code: str) -> list[str]:
-    return json.loads(run_bare(LOADED.replace("import opfuser", f"import torch, opfuser\n{code}")))
-
-
-def test_a_step_loads_what_it_needs() -> None:
-    loaded = loaded_by(A_STEP)
-    assert len(loaded) <= MOST_MODULES_OF_A_STEP
+    assert sum(name.startswith("opfuser.") for name in new) <= MOST_MODULES
+    assert sum(name.startswith("opfuser.") for name in after_a_step) <= MOST_MODULES_OF_A_STEP
 
 
 def test_methods_load_what_they_use() -> None:
@@ -133,26 +114,44 @@ def read_by_type_checkers(package: ModuleType) -> dict[str, str]:
 PACKAGES = (opfuser, opfuser.basic, opfuser.fused)
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_names_that_load_later_are_those_that_type_checkers_read(package: ModuleType) -> None:
-    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+def places(package: ModuleType) -> dict[str, str]:
+    """The names that load when they are used, and their modules, as type checkers read them."""
     read = {name: place for name, place in read_by_type_checkers(package).items() if name != place}
-    assert read == package._LATER
+    if package is opfuser:
+        read |= {name: f"basic.{place}" for name, place in places(opfuser.basic).items()}
+    return read
+
+
+NOT_BOUND = """
+import importlib, json, torch, opfuser
+names = {{}}
+for package in {packages}:
+    module = importlib.import_module(package)
+    names[package] = sorted(set(dir(module)) - set(vars(module)))
+print(json.dumps(names))
+"""
+
+
+@pytest.fixture(scope="module")
+def not_bound() -> dict[str, list[str]]:
+    """What each package offers, and has not loaded once it is imported."""
+    packages = [package.__name__ for package in PACKAGES]
+    found: dict[str, list[str]] = json.loads(run_bare(NOT_BOUND.format(packages=packages)))
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_names_that_load_later_are_those_that_type_checkers_read(
+    package: ModuleType, not_bound: dict[str, list[str]]
+) -> None:
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    read = places(package)
+    assert read.keys() == {*not_bound[package.__name__]} - modules
     # Loading a module binds its name, which would hide another thing of that name.
-    assert not package._LATER.keys() & modules
-
-
-PLACES = [
-    *((package, name, place) for package in PACKAGES for name, place in package._LATER.items()),
-    *((opfuser, name, f"basic.{place}") for name, place in opfuser.basic._LATER.items()),
-]
-
-
-@pytest.mark.parametrize(("package", "name", "place"), PLACES)
-def test_a_name_loads_when_it_is_used(package: ModuleType, name: str, place: str) -> None:
-    assert name in dir(package)
-    expected = getattr(import_module(f"{package.__name__}.{place}"), name)
-    assert getattr(package, name) is expected
+    assert not read.keys() & modules
+    for name, place in read.items():
+        expected = getattr(import_module(f"{package.__name__}.{place}"), name)
+        assert getattr(package, name) is expected, name
 
 
 EVERY_MODULE = """

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine.replayed import graphs
-from tests.replay.recorded import RecordedGraph
+from tests.replay.recorded import replayed_on_a_cpu
 
 
 @pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def cpu() -> Iterator[torch.device]:
     """A CPU that behaves like a GPU."""
-    # Users cannot say how a device records launches: CUDA graphs are all that there is.
-    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
-    return torch.device("cpu")
+    with replayed_on_a_cpu():
+        yield torch.device("cpu")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,12 +8,16 @@ recording changes nothing outside of the recording.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from opfuser.engine.replayed import graphs
 
 
 class _Call(NamedTuple):
@@ -191,3 +195,10 @@ class RecordedGraph:
     @classmethod
     def objection(cls) -> str | None:
         return cls.why_not
+
+
+@contextmanager
+def replayed_on_a_cpu() -> Iterator[None]:
+    """Calls on a CPU are recorded so; no setting of the library says how a device records."""
+    with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+        yield
