@@ -76,11 +76,15 @@ def test_a_launch_shows_what_it_runs() -> None:
 def test_gpus_that_convert_to_fp8_and_fp4(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fp8: bool, fp4: bool
 ) -> None:
-    monkeypatch.setattr("opfuser.kernels.launch._capabilities", {})
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capability)
-    on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 7)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "torch.cuda.get_device_capability", lambda index: (asked.append(index), capability)[1]
+    )
+    index = int("9{}{}".format(*capability))  # what is known of another GPU is not asked again
+    on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: index)
     for _ in range(2):
         assert (has_fp8(on_gpu), has_fp4(on_gpu)) == (fp8, fp4)
+    assert asked == [index]
     meta = torch.empty(0, device="meta")
     assert has_fp8(meta), "plans for it are those for a GPU that does"
     assert has_fp4(meta)
@@ -227,7 +231,7 @@ def test_the_second_call_does_not_go_through_triton(
 ) -> None:
     x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
     scale((1, 1, 1), (x, y), (64, 1), (2.0,))
-    monkeypatch.delattr(Launch, "_launch_by_triton")
+    monkeypatch.delattr(Launch, "function")
     y.zero_()
     scale((1, 1, 1), (x, y), (64, 1), (3.0,))
     assert torch.equal(y, 3 * x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -242,20 +243,20 @@ def test_what_is_saved(recipe: Recipe, size: int) -> None:
     assert sum(t.nbytes for t in saved if t.data_ptr() not in weights) == size
 
 
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=str)
-def test_emulation_is_told_once_for_each_format(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantizers, "_warned", set())
-    x, device = torch.randn(2, 32), torch.device("cpu")
-    seq = opfuser.Sequential(opfuser.BasicLinear(32, 32))
-    with pytest.warns(UserWarning, match="FP8 is emulated"):
-        assert not quantizers.has_hardware(device, DelayedScaling())
-    with opfuser.autocast(recipe=recipe):
-        match = f"{recipe.operands} is emulated.*compute capability 10.0 and later"
-        with pytest.warns(UserWarning, match=f"(?s){match}"):
-            seq(x)
-        seq(x)
+def test_emulation_is_told_once_for_each_format() -> None:
+    device = torch.device("xpu")  # of which no other test has told
+    for recipe, first in (
+        (DelayedScaling(), "8.9 and later"),
+        (MXFP8BlockScaling(), "10.0 and later"),
+        (NVFP4BlockScaling(), "10.0 and later"),
+    ):
+        match = f"(?s){recipe.operands} is emulated.*compute capability {first}"
+        with pytest.warns(UserWarning, match=match):
+            assert not quantizers.has_hardware(device, recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for other in (Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()):
+            assert not quantizers.has_hardware(device, other)
 
 
 @pytest.mark.parametrize(

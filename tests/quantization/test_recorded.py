@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import opfuser
 from opfuser import gemm_providers
 from opfuser.engine.recorded.recordable import unrecorded
-from opfuser.engine.recorded.specialized import Backward, Specialization
 from opfuser.gemm_providers import GemmOperand, GemmProvider
 from opfuser.optim import MasterWeights
 from opfuser.recipe import (
@@ -104,14 +103,9 @@ def assert_equal(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def found(model: nn.Module) -> list[Specialization]:
-    """What was recorded of the calls of a Sequential."""
-    programs = model._single._programs.values()  # type: ignore[union-attr]
-    return [s for program in programs for s in program.specializations.found]
-
-
-def has_backward(special: Specialization) -> bool:
-    return any(isinstance(b, Backward) for b in special.backwards.values())
+def recorded(model: Any, name: str = "backward") -> int:
+    """How many passes of that name were recorded of calls like the last one."""
+    return model.last_plan.recorded.count(f"def {name}(")
 
 
 def x_of(step: int) -> Tensor:
@@ -141,9 +135,8 @@ def test_steps_whose_values_change(recipe: Recipe, make: Callable[[], opfuser.Se
         pair.both(train(recipe, step))
         if step == 4:
             scales = copy.deepcopy(pair.model.state_dict())
-    (special,) = found(pair.model)
-    assert has_backward(special)
-    assert not found(pair.other)
+    assert recorded(pair.model, "forward") == recorded(pair.model) == 1
+    assert not recorded(pair.other, "forward")
     moved = [
         not torch.equal(t, scales[name])
         for name, t in pair.model.state_dict().items()
@@ -159,7 +152,7 @@ def test_variants_of_recipes(recipe: Recipe, more: dict[str, Any]) -> None:
     pair = Pair(swiglu())
     for step in range(6):
         pair.both(train(recipe, step))
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)
 
 
 def test_products_that_only_backward_quantizes() -> None:
@@ -167,7 +160,7 @@ def test_products_that_only_backward_quantizes() -> None:
     pair = Pair(swiglu())
     for step in range(6):
         pair.both(train(recipe, step))
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)
 
 
 @EVERY
@@ -175,8 +168,7 @@ def test_a_recipe_made_anew_at_each_step(recipe: Recipe) -> None:
     pair = Pair(swiglu())
     for step in range(6):
         pair.both(train(copy.copy(recipe), step))
-    (special,) = found(pair.model)
-    assert has_backward(special)
+    assert recorded(pair.model, "forward") == recorded(pair.model) == 1
 
 
 @STATEFUL
@@ -186,7 +178,7 @@ def test_alternating_recipes(recipe: Recipe) -> None:
     others = [recipe, DelayedScaling(margin=2, amax_history_len=2), Float8CurrentScaling()]
     for step in range(24):
         pair.both(train(others[step // 4 % 3], step))
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)
     for step in range(9):
         pair.both(train(others[step % 3], step))
 
@@ -230,7 +222,9 @@ def test_passes_in_another_order(recipe: Recipe) -> None:
 
     for _ in range(5):
         pair.both(call)
-    assert any(map(has_backward, found(pair.model)))
+    with opfuser.autocast(recipe=recipe):
+        pair.model(x_of(0))
+    assert recorded(pair.model)
 
 
 @EVERY
@@ -282,7 +276,7 @@ def test_evaluation_before_any_backward(recipe: Recipe) -> None:
     for step in range(6):
         pair.both(train(recipe, step))
         pair.both(forward)
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)
 
 
 @EVERY
@@ -338,7 +332,10 @@ def test_a_region_without_quantized_compute(recipe: Recipe) -> None:
 
     for _ in range(6):
         pair.both(call)
-    assert len(found(pair.model)) == 2
+    assert recorded(pair.model)
+    with opfuser.autocast(recipe=recipe):
+        pair.model(x_of(1))
+    assert recorded(pair.model)
 
 
 @EVERY
@@ -366,7 +363,7 @@ def test_checkpoints(recipe: Recipe, reentrant: bool) -> None:
         pair.both(call)
     if isinstance(recipe, (DelayedScaling, Float8PredictedScaling)):
         return
-    assert found(pair.model[0])
+    assert recorded(pair.model[0])
 
 
 def replace_scales(linear: opfuser.Linear, how: str) -> None:
@@ -401,7 +398,7 @@ def test_scales_that_are_replaced(recipe: Recipe, how: str) -> None:
         if step in (4, 8, 12, 16):
             replace_scales(pair.model[1], how)
             replace_scales(pair.other[1], how)
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)
 
 
 @EVERY
@@ -447,7 +444,7 @@ def test_weights_stored_in_fp8(recipe: Recipe) -> None:
 
     for _ in range(8):
         pair.both(call)
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)
 
 
 def test_gradients_of_stored_weights_that_would_be_rounded() -> None:
@@ -455,26 +452,25 @@ def test_gradients_of_stored_weights_that_would_be_rounded() -> None:
         model = swiglu()
     for step in range(5):
         train(DELAYED, step)(model)
-    assert any(map(has_backward, found(model)))
+    assert recorded(model)
     model.zero_grad()
     model[1].weight.grad_dtype = torch.float8_e4m3fn
     with pytest.raises(opfuser.errors.ArgumentError, match="is not rounded to FP8"):
         train(DELAYED, 1)(model)
 
 
-def test_products_of_others_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_others_are_not_recorded() -> None:
     def multiply(a: GemmOperand, b: GemmOperand, dtype: torch.dtype, split: bool) -> Tensor:
         count.append(1)
         return torch.zeros(len(a.codes), len(b.codes), dtype=dtype)
 
     count: list[int] = []
-    other = GemmProvider("another", lambda gemm: None, multiply)
-    monkeypatch.setitem(gemm_providers._providers, "another", other)
+    gemm_providers.register(GemmProvider("another", lambda gemm: None, multiply))
     model = swiglu()
     for step in range(5):
         train(Float8CurrentScaling(gemm="another"), step)(model)
     assert len(count) == 5 * 6
-    assert not found(model)
+    assert not recorded(model, "forward")
 
 
 def own_calls(step: Callable[[], object]) -> int:
@@ -530,7 +526,7 @@ def test_groups_of_ranks(recipe: Recipe) -> None:
 
         for step in range(20):
             pair.both(lambda model, step=step: call(model, step))
-        assert any(map(has_backward, found(pair.model)))
+        assert recorded(pair.model)
     finally:
         dist.destroy_process_group()
 
@@ -547,4 +543,4 @@ def test_a_sequence_with_a_recipe_of_its_own(recipe: Recipe) -> None:
 
     for _ in range(6):
         pair.both(call)
-    assert any(map(has_backward, found(pair.model)))
+    assert recorded(pair.model)

@@ -12,7 +12,6 @@ import torch
 import opfuser
 from opfuser import recipe as recipes
 from opfuser.errors import ArgumentError, NotSupportedError, QuantizedWeightError
-from opfuser.quantization import quantizers
 from opfuser.recipe import DelayedScaling, Float8CurrentScaling, Float8PredictedScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -213,15 +212,6 @@ def test_kept_weights() -> None:
             seq(x)
     with opfuser.autocast(recipe=CURRENT):
         assert not torch.equal(seq(x), plain(x))
-
-
-def test_emulation_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizers, "_warned", set())
-    seq = model()
-    with opfuser.autocast(recipe=CURRENT):
-        with pytest.warns(UserWarning, match="FP8 is emulated"):
-            seq(X)
-        seq(X)
 
 
 @pytest.mark.slow

@@ -222,6 +222,7 @@ def test_copies_hide_no_write(fp8: bool) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_where_the_host_does_not_wait(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a step compares, a later one or the state dict tells."""
+    # Only the type of the device tells which of the two there is.
     monkeypatch.setattr(_master, "_COMPARED_AT_ONCE", ())
     error: Any = pytest.raises(
         MasterWeightError, match=r"1\.weight .*a step has overwritten .*Write it again"

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from opfuser.kernels import activation, tiling
+from opfuser.kernels import tiling
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp
 from opfuser.kernels.functions import Relu, Swish
-from opfuser.kernels.launch import runs
+from opfuser.kernels.launch import recorded, runs
 from opfuser.kernels.scalar import ScalarFunction
 from opfuser.torch_internals import CLAMP_PASSES_AT_LIMITS
 from tests.kernels.activations import (
@@ -148,16 +147,17 @@ def test_only_what_is_wanted(with_bias: bool, device: torch.device) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("slices", [1, 2, 3, 19])
+@pytest.mark.parametrize(("rows", "slices"), [(90, 1), (190, 2), (200, 3), (800, 8)])
 def test_partial_sums_of_any_number_of_slices(
-    slices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, slices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation, "_SUMS", replace(activation._SUMS, min_rows=1, programs=1))
-    monkeypatch.setattr(tiling, "multiprocessors", lambda x: 2 * slices)  # of two blocks of columns
-    activation._rows_launch.cache_clear()
-    x = tensor(170, 130, dtype=torch.float32, device=device)  # 22 tiles
+    """One for every 96 rows, but no more than there are programs for each of two blocks."""
+    monkeypatch.setattr(tiling, "multiprocessors", lambda x: 1)
+    x = tensor(rows, 130, dtype=torch.float32, device=device)
+    with recorded() as noted:
+        activation_backward(x, x, Relu().spec, None, True, True, False)
+    assert noted[0].ints[-1] == slices
     check_activation(Relu(), x, torch.randn_like(x), None)
-    activation._rows_launch.cache_clear()
 
 
 def test_sums_lose_nothing(device: torch.device) -> None:

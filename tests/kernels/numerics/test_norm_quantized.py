@@ -276,7 +276,7 @@ def test_longer_rows(
     with recorded() as noted:
         of.forward(scaling)
     (name,) = [one.launch.name for one in noted]
-    assert name == f"norm:norm_forward{'_wide' if most > 256 else ''}"
+    assert name == ("norm:norm_forward_wide" if most > 256 else "norm:norm_forward")
     made, saved = of.forward(scaling), norm.norm_forward(*of)
     for name in ("total", "mean", "rstd"):
         assert_same(getattr(made, name), getattr(saved, name), name)
