@@ -36,7 +36,9 @@ from tests.kernels.codes import (
     TOP,
     assert_blocks,
     assert_scales,
+    bits,
     inverse,
+    is_wanted,
     padded,
     uneven,
     values,
@@ -71,10 +73,6 @@ def assert_rounded(codes: Tensor, exact: Tensor, scale: float, what: str) -> Non
     assert not len(wrong), f"{what}: {len(wrong)} codes, as at {wrong[0].tolist()}"
 
 
-def bits(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8)
-
-
 def scale_of(exact: Tensor, dtype: torch.dtype) -> float:
     return TOP[dtype] / max(exact.abs().max().item(), 1e-3)
 
@@ -86,10 +84,6 @@ def exact_gated(
     z = x.double() if bias is None else x.double() + bias.double()
     h, dx, _ = expected_gated(f, z, dy, None, torch.float64)
     return h.cpu(), dx.cpu()
-
-
-def are_there(codes: Codes, rows: bool, cols: bool, column_sum: bool = False) -> None:
-    assert [t is not None for t in codes] == [rows, rows, cols, cols, column_sum]
 
 
 def assert_sums(got: Tensor, dx: Tensor, dtype: torch.dtype) -> None:
@@ -123,10 +117,10 @@ def check(
     again = gated_backward_quantized(
         dy, x, bias, spec, TensorScaling(s, dtype), TensorScaling(hs, h_dtype, h_amax)
     )
-    are_there(forward, True, False)
-    are_there(made.dx, True, True, True)
-    are_there(again.dx, True, True)
-    are_there(made.h, False, True)
+    is_wanted(forward, True, False)
+    is_wanted(made.dx, True, True, True)
+    is_wanted(again.dx, True, True)
+    is_wanted(made.h, False, True)
     assert_rounded(forward.rows.cpu(), h, h_scale, "h by rows")
     assert_rounded(made.dx.rows.cpu(), dx, scale, "dx by rows")
     assert_rounded(made.h.cols.t().cpu(), h, h_scale, "h by columns")
@@ -161,9 +155,9 @@ def check_maxima_alone(
     forward = gated_forward_quantized(x, bias, spec, TensorScaling(None, E4M3, amax))
     dx_scaling, h_scaling = TensorScaling(None, E5M2, dx_amax), TensorScaling(None, E4M3, h_amax)
     made = gated_backward_quantized(dy, x, bias, spec, dx_scaling, h_scaling, column_sum=True)
-    are_there(forward, False, False)
-    are_there(made.dx, False, False, True)
-    are_there(made.h, False, False)
+    is_wanted(forward, False, False)
+    is_wanted(made.dx, False, False, True)
+    is_wanted(made.h, False, False)
     assert [t.item() for t in amaxes] == [t.item() for t in want]
     eps = torch.finfo(x.dtype).eps
     size = sums.abs().max().item() + len(x)
@@ -197,7 +191,7 @@ def check_blocks(
     h_how: Any = {"power_of_two": power_of_two, "square_cols": square_cols}
     want_h = quantize_by_blocks(values.y, h_dtype, rows=False, cols=True, **h_how)
     made = gated_backward_quantized(dy, x, bias, spec, dx_scaling, h_scaling, column_sum=column_sum)
-    are_there(made.dx, True, True, column_sum)
+    is_wanted(made.dx, True, True, column_sum)
     if column_sum and values.dx.isfinite().all():
         assert_sums(made.dx.column_sum, values.dx.double().cpu(), x.dtype)
     assert_same(made.dx._replace(column_sum=None), want_dx, "dx")
@@ -398,8 +392,8 @@ def check_saved(
         TensorScaling(x.new_tensor([h_scale], dtype=torch.float32), E4M3, h_amax),
         column_sum=True,
     )  # fmt: skip
-    are_there(made.dx, True, True, True)
-    are_there(made.h, False, True)
+    is_wanted(made.dx, True, True, True)
+    is_wanted(made.h, False, True)
     assert_rounded(made.dx.rows.cpu(), exact_dx, scale, "dx by rows")
     assert_rounded(made.h.cols.t().cpu(), exact_h, h_scale, "h by columns")
     assert torch.equal(bits(made.dx.rows).t(), bits(made.dx.cols))

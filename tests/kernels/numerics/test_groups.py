@@ -18,7 +18,15 @@ from opfuser.kernels.quantize import (
     TensorScaling,
     quantize_by_squares,
 )
-from tests.kernels.codes import FORMATS, NAN_CODE, assert_scales, expected, expected_scale, inverse
+from tests.kernels.codes import (
+    FORMATS,
+    assert_scales,
+    bits,
+    expected,
+    expected_scale,
+    inverse,
+    is_wanted,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -65,11 +73,6 @@ def bounds(sizes: list[int]) -> list[tuple[slice, slice]]:
     ]
 
 
-def bits_of(codes: Tensor) -> Tensor:
-    found = codes.cpu()
-    return torch.where(found.float().isnan(), NAN_CODE, found.view(torch.uint8))
-
-
 def scale_for(values: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     """Of the largest value along the last dimension."""
     most = values.abs().amax(-1) if values.shape[-1] else values.new_zeros(values.shape[:-1])
@@ -84,7 +87,7 @@ def check_vectors(x: Tensor, made: Codes, sizes: list[int], scaling: VectorScali
         assert made.rows.shape == x.shape
         s = scale_for(values, dtype, power)
         assert_scales(made.row_scale, inverse(s))
-        assert torch.equal(bits_of(made.rows), expected(values, s[:, None], dtype))
+        assert torch.equal(bits(made.rows), expected(values, s[:, None], dtype))
     if made.cols is not None:
         assert made.col_scale is not None
         assert made.cols.shape[1] % 128 == 0
@@ -92,10 +95,10 @@ def check_vectors(x: Tensor, made: Codes, sizes: list[int], scaling: VectorScali
         for at, padded in bounds(sizes):
             s = scale_for(values[at].t(), dtype, power)
             scales.append(inverse(s))
-            bits = bits_of(made.cols)[:, padded]
+            found = bits(made.cols)[:, padded]
             size = at.stop - at.start
-            assert torch.equal(bits[:, :size], expected(values[at].t(), s[:, None], dtype))
-            assert not bits[:, size:].any()
+            assert torch.equal(found[:, :size], expected(values[at].t(), s[:, None], dtype))
+            assert not found[:, size:].any()
         assert_scales(made.col_scale, torch.cat(scales))
 
 
@@ -130,7 +133,7 @@ def test_a_scale_for_each_row_and_column(
     x, ends = matrix(sum(sizes), features, device, source), ends_of(sizes, device)
     for rows, cols in ((True, True), (True, False), (False, True)):
         made = quantize_groups(x, ends, len(sizes), scaling, rows=rows, cols=cols)
-        assert [t is not None for t in made] == [rows, rows, cols, cols, False]
+        is_wanted(made, rows, cols)
         check_vectors(x, made, sizes, scaling)
 
 
@@ -161,13 +164,13 @@ def test_one_scale_is_that_of_every_row(
     s = torch.tensor(expected_scale(3.0, E5M2, False)) if measured else torch.tensor(3.0)
     assert made.rows is not None
     assert made.cols is not None
-    bits = expected(x, s, E5M2)
-    assert torch.equal(bits_of(made.rows), bits)
+    want = expected(x, s, E5M2)
+    assert torch.equal(bits(made.rows), want)
     assert_scales(made.row_scale, inverse(s).expand(len(x)).contiguous())
     assert_scales(made.col_scale, inverse(s).expand(len(sizes) * 80).contiguous())
     for at, padded in bounds(sizes):
-        found = bits_of(made.cols)[:, padded]
-        assert torch.equal(found[:, : at.stop - at.start], bits[at].t())
+        found = bits(made.cols)[:, padded]
+        assert torch.equal(found[:, : at.stop - at.start], want[at].t())
         assert not found[:, at.stop - at.start :].any()
     if not measured:
         assert seen.item() == (x.abs().max().item() if len(x) else 0)
@@ -189,13 +192,13 @@ def test_matrices_of_one_size_need_no_ends(scales: str, rows: int, device: torch
     s = own.cpu().expand(count).repeat_interleave(rows)
     assert made.rows is not None
     assert made.cols is not None
-    bits = expected(x, s[:, None], E4M3)
-    assert torch.equal(bits_of(made.rows), bits)
+    want = expected(x, s[:, None], E4M3)
+    assert torch.equal(bits(made.rows), want)
     assert_scales(made.row_scale, inverse(s))
     assert_scales(made.col_scale, inverse(own.cpu().expand(count).repeat_interleave(features)))
     assert made.cols.shape == (features, count * -(-rows // 128) * 128)
     for at, padded in bounds(sizes):
-        assert torch.equal(bits_of(made.cols)[:, padded][:, :rows], bits[at].t())
+        assert torch.equal(bits(made.cols)[:, padded][:, :rows], want[at].t())
 
 
 @each_routing_with(
@@ -214,11 +217,11 @@ def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -
     blocks = values.unflatten(1, (-1, 128))
     s = scale_for(blocks, dtype, power)
     assert_scales(made.row_scale, inverse(s.t().contiguous()))
-    assert torch.equal(bits_of(made.rows), expected(blocks, s[:, :, None], dtype).flatten(1))
+    assert torch.equal(bits(made.rows), expected(blocks, s[:, :, None], dtype).flatten(1))
     for at, padded in bounds(sizes):
         own = torch.zeros(padded.stop - padded.start, 256)
         own[: at.stop - at.start] = values[at]
-        found = bits_of(made.cols)[:, padded]
+        found = bits(made.cols)[:, padded]
         for n, block in enumerate(own.split(128), padded.start // 128):
             here = slice(128 * n - padded.start, 128 * (n + 1) - padded.start)
             if squares:
@@ -427,7 +430,7 @@ def test_rows_that_are_gathered(
     for own, other in ((made.rows, copied.rows), (made.cols, copied.cols)):
         assert own is not None
         assert other is not None
-        assert torch.equal(bits_of(own)[:, :used], bits_of(other)[:, :used])
+        assert torch.equal(bits(own)[:, :used], bits(other)[:, :used])
     assert_scales(made.row_scale, copied.row_scale.cpu())  # type: ignore[union-attr]
     if not isinstance(scaling, BlockScaling):
         assert_scales(made.col_scale, copied.col_scale.cpu())  # type: ignore[union-attr]

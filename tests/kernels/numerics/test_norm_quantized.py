@@ -30,9 +30,11 @@ from tests.kernels.codes import (
     TOP,
     assert_codes,
     assert_scales,
+    bits,
     expected,
     expected_scale,
     inverse,
+    is_wanted,
     padded,
 )
 from tests.kernels.norms import EPS, Case, make
@@ -182,9 +184,8 @@ def check(
     for name in ("total", "mean", "rstd"):
         assert_same(getattr(made, name), getattr(saved, name), name)
     codes = of.columns(made, of_cols)
-    for t, wanted in ((made.y, (True, False)), (codes, (False, True))):
-        is_there = [one is not None for one in t]
-        assert is_there == [wanted[0], wanted[0], wanted[1], wanted[1], False]
+    is_wanted(made.y, True, False)
+    is_wanted(codes, False, True)
     y = padded(encoded(of.alone(made.total), made))
     inside = (torch.arange(len(y)) < made.rstd.numel())[:, None].expand_as(y)
     assert_encoded(made.y.rows, made.y.row_scale, y, inside, scaling, "rows")
@@ -194,11 +195,6 @@ def check(
     for t, before in zip((t for t in of[:4] if t is not None), inputs):
         torch.testing.assert_close(t, before, rtol=0, atol=0, equal_nan=True)
     return made, codes
-
-
-def bits(codes: Tensor) -> Tensor:
-    """Those of codes, with one NaN."""
-    return torch.where(codes.float().isnan(), 0x7F, codes.view(torch.uint8))
 
 
 def check_values(of: Norm, dtype: torch.dtype) -> None:
