@@ -65,12 +65,14 @@ WEIGHT = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(2)).bfloat
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_main_grad_in_fp32_is_never_rounded_below(dtype: torch.dtype, recipe: Recipe) -> None:
+    """Also of weights that are quantized once."""
+    kept = opfuser.keep_quantized_weights() if dtype == torch.bfloat16 else contextlib.nullcontext()
     op = linear(dtype, WEIGHT, accumulate_into_main_grad=True)
     op.weight.main_grad = torch.ones(OUT, IN)
     exact = torch.ones(OUT, IN)
     apart = linear(torch.float32, WEIGHT.to(dtype).float())
     # One region, in which delayed scales stay what they are at first.
-    with opfuser.autocast(recipe=recipe):
+    with kept, opfuser.autocast(recipe=recipe):
         for x, dy in batches(dtype):
             op(x).backward(dy)
             apart(x.float()).backward(dy.float())
@@ -178,18 +180,6 @@ def test_wide_weights_under_autocast_get_wide_gradients() -> None:
     y.backward(dy)
     assert op.weight.grad.dtype == torch.float32
     assert steps_apart(op.weight.grad, wide(WEIGHT, x, dy, CURRENT), torch.float32) < 64
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_micro_batches_with_kept_weights(kept: bool) -> None:
-    op = linear(torch.bfloat16, WEIGHT, accumulate_into_main_grad=True)
-    op.weight.main_grad = torch.zeros(OUT, IN)
-    exact = sum(wide(WEIGHT, x, dy, CURRENT) for x, dy in batches(torch.bfloat16))
-    with opfuser.keep_quantized_weights() if kept else contextlib.nullcontext():
-        for x, dy in batches(torch.bfloat16):
-            backward(op, x, dy, CURRENT)
-    assert isinstance(exact, Tensor)
-    assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
 
 
 EVERY = (

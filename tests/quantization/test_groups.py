@@ -19,13 +19,13 @@ from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
-    Float8CurrentScaling,
     Float8PredictedScaling,
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
 )
+from tests.basic.values import saved_by
 from tests.contract.gradients import handed_over
 from tests.quantization.test_values import (
     CURRENT,
@@ -220,41 +220,6 @@ def test_bias_and_its_scales_are_those_of_high_precision(
     assert_same(*results)
 
 
-@pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
-def test_modes_of_each_gemm(mode: str, device: torch.device) -> None:
-    """What is left in high precision is exact; the others are not."""
-    sizes = [5, 0, 130]
-    op = grouped(device, bias=False, dtype=torch.float32)
-    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
-    only: Any = {mode: "bf16"}
-    got = run(op, x, sizes, dy, Float8CurrentScaling(**only))
-    own = x.clone().requires_grad_()
-    y = op(own, torch.tensor(sizes))
-    plain = [y, *torch.autograd.grad(y, [own, *op.parameters()], dy)]
-    found = [((a - b).norm() / b.norm().clamp_min(1)).item() for a, b in zip(got, plain)]
-    products = [found[0], found[1], max(found[2:])]
-    at = ["fprop", "dgrad", "wgrad"].index(mode)
-    assert products[at] < 1e-6
-    assert all(e > 1e-3 for n, e in enumerate(products) if n != at)
-
-
-@pytest.mark.parametrize("wanted", ["x", "weight0", "weight2"])
-def test_one_gradient_alone(wanted: str, device: torch.device) -> None:
-    """It is the one that all together give."""
-    op, sizes = grouped(device, bias=False), torch.tensor([5, 0, 130])
-    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
-    grads = []
-    for alone in (False, True):
-        own = copy.deepcopy(op)
-        tensors = {"x": x.clone(), **dict(own.named_parameters())}
-        for name, t in tensors.items():
-            t.requires_grad_(not alone or name == wanted)
-        with opfuser.autocast(recipe=CURRENT):
-            y = own(tensors["x"], sizes)
-        grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
-
-
 def test_the_plan_and_its_refusals() -> None:
     def plan(op: Any, x: Tensor, recipe: Recipe = CURRENT) -> opfuser.Plan:
         with opfuser.autocast(recipe=recipe):
@@ -434,16 +399,9 @@ def test_results_in_memory_of_the_caller() -> None:
 
 
 def test_saves_one_byte_for_each_input_with_padding() -> None:
-    op, saved = grouped(torch.device("cpu"), bias=False), []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    sizes = torch.tensor([5, 0, 130])
-    with hooks, opfuser.autocast(recipe=CURRENT):
-        op(torch.randn(135, IN), sizes)
+    op, sizes = grouped(torch.device("cpu"), bias=False), torch.tensor([5, 0, 130])
+    with opfuser.autocast(recipe=CURRENT):
+        saved = saved_by(lambda: op(torch.randn(135, IN), sizes))
     weights = {p.data_ptr() for p in op.parameters()}
     kept = sum(t.nbytes for t in saved if t.data_ptr() not in weights)
     # The host does not know the sizes: a group may have a block that is not full.

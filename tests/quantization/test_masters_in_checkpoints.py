@@ -241,7 +241,7 @@ GROUPS = (
     "that were saved."
 )
 MISFITS: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
-    "shape": (lambda s: _with_master(s, torch.ones(31)), ArgumentError, SHAPE.format("shape (31,)")),
+    "shape": (lambda s: _with_master(s, torch.ones(9)), ArgumentError, SHAPE.format("shape (9,)")),
     "type": (lambda s: _with_master(s, 3.0), ArgumentError, SHAPE.format("3.0")),
     "groups": (lambda s: s["param_groups"][1]["params"].pop(), ArgumentError, GROUPS),
     "state": (_without_step, KeyError, "'step'"),  # Adam's own

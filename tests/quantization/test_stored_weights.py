@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from opfuser.recipe import (
     Recipe,
 )
 from tests.kernels.codes import assert_codes, assert_scales, expected, expected_scale, inverse
+from tests.quantization.masters_by_hand import saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
@@ -138,9 +139,17 @@ def test_in_a_region_the_codes_are_used_as_they_are(recipe: Recipe, device: torc
 def test_elsewhere_the_weight_is_dequantized(recipe: Recipe, device: torch.device) -> None:
     seq = model(recipe).to(device)
     x, dy = (t.detach().to(device).requires_grad_() for t in inputs())
-    for ours, theirs in zip(results(seq, x, dy), results(dequantized(seq), x, dy)):
+    got, plain = results(seq, x, dy), dequantized(seq)
+    for ours, theirs in zip(got, results(plain, x, dy)):
         assert torch.equal(ours, theirs)
         assert ours.dtype == BF16
+    h = torch.randn(3, 256, dtype=BF16, device=device)
+    assert torch.equal(seq[2].reference(h), plain[2].reference(h))
+    seq.requires_grad_(False)
+    (dx,) = torch.autograd.grad(seq(x), [x], dy)
+    assert torch.equal(dx, got[1])
+    with torch.inference_mode():
+        seq(x)
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
@@ -257,16 +266,6 @@ def test_gradients_accumulate(accumulate: str, region: bool) -> None:
         assert linear.weight.grad.dtype == BF16
 
 
-def test_a_frozen_weight() -> None:
-    seq, (x, dy) = model(CURRENT), inputs()
-    want = results(seq, x, dy)[1]
-    seq.requires_grad_(False)
-    (got,) = torch.autograd.grad(seq(x), [x], dy)
-    assert torch.equal(got, want)
-    with torch.inference_mode():
-        seq(x)
-
-
 def test_under_autocast() -> None:
     seq, (x, dy) = model(CURRENT, dtype=torch.float32), inputs(torch.float32)
     with torch.autocast("cpu", dtype=BF16):
@@ -326,21 +325,13 @@ def test_deferred_initialization(recipe: Recipe) -> None:
     assert moved[0].weight.grad.is_meta
 
 
-def saved(seq: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(seq, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
 def assigned(seq: opfuser.Sequential) -> opfuser.Sequential:
     other = model(seq[0].weight_format.recipe, device="meta")
     other.load_state_dict(copy.deepcopy(seq.state_dict()), assign=True)
     return other
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved, assigned])
+@pytest.mark.parametrize("copied", [copy.deepcopy, partial(saved, weights_only=False), assigned])
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCKS])
 def test_copies(copied: Any, recipe: Recipe) -> None:
     seq, (x, dy) = model(recipe), inputs()
@@ -434,7 +425,7 @@ def test_initial_values_in_high_precision() -> None:
     assert torch.equal(w.get_high_precision_init_val(), plain[0].weight)
     seq[0].initialize_weight(nn.init.ones_)
     assert (w.get_high_precision_init_val() == 1).all()
-    assert saved(seq)[0].weight.get_high_precision_init_val() is not None  # type: ignore[index]
+    assert saved(seq, weights_only=False)[0].weight.get_high_precision_init_val() is not None
     w.clear_high_precision_init_val()
     assert w.get_high_precision_init_val() is None
     assert not hasattr(model(CURRENT)[0].weight, "get_high_precision_init_val")
@@ -522,12 +513,6 @@ def test_traced_calls() -> None:
     with pytest.raises(Exception, match=r"not traced by torch.compile, which would round"):
         traced(x)
     torch.compiler.reset()
-
-
-def test_the_reference_has_the_values() -> None:
-    linear, (x, _) = model(CURRENT)[2], inputs()
-    x = torch.randn(3, 256, dtype=BF16)
-    assert torch.equal(linear.reference(x), x @ linear.read_weight().t())
 
 
 def test_a_decoder() -> None:

@@ -1,8 +1,8 @@
 """Numerics of kernels and of their plain twins: each test holds both to the same.
 
-On a CPU it is plain torch, all at once, and block by block where it does that; in the processes that
-test_interpreter.py starts, kernels under Triton's interpreter; and where there is a GPU, kernels
-there.
+On a CPU it is plain torch, all at once, and block by block where it does that; in the processes
+that test_interpreter.py starts, kernels under Triton's interpreter; and where there is a GPU,
+kernels there.
 """
 
 from __future__ import annotations
