@@ -196,7 +196,6 @@ def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_launch_serves_every_dtype_alignment_and_stride(scale: Launch) -> None:
     """The binary that is kept for one call is never used for another that needs its own."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -213,7 +212,6 @@ def test_one_launch_serves_every_dtype_alignment_and_stride(scale: Launch) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_subscribers_are_told_of_what_triton_compiles(scale: Launch) -> None:
     x = torch.ones(64, device="cuda")
     with record_events(only=KernelCompiled) as log:
@@ -225,7 +223,6 @@ def test_subscribers_are_told_of_what_triton_compiles(scale: Launch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_second_call_does_not_go_through_triton(
     scale: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +235,6 @@ def test_the_second_call_does_not_go_through_triton(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_launch_goes_to_the_current_stream_and_into_graphs(scale: Launch) -> None:
     x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
     scale((1, 1, 1), (x, y), (64, 1), (2.0,))
@@ -252,7 +248,6 @@ def test_a_launch_goes_to_the_current_stream_and_into_graphs(scale: Launch) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_tensor_of_the_cpu_is_refused_also_once_a_binary_is_kept(scale: Launch) -> None:
     x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
     scale((1, 1, 1), (x, y), (64, 1), (2.0,))
