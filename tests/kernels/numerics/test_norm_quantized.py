@@ -290,11 +290,25 @@ def test_longer_rows(
     assert_encoded(by_rows.rows, by_rows.row_scale, y, inside, blocks, "rows")
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "how"),
+    [
+        (NO_BIAS, (129, 65), BF16, {"pitch": 5}),
+        (L2, (129, 65), BF16, {"pitch": 5}),
+        (RMS, (7, 40), BF16, {"parameters": FP32}),
+        (LAYER, (7, 40), FP32, {"parameters": BF16}),
+        (LAYER, (7, 40), FP16, {"parameters": FP64}),
+    ],
+    ids=str,
+)
+def test_rows_apart_and_parameters_of_another_dtype(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype, how: Any, device: torch.device
+) -> None:
+    check_values(given(kind, shape, dtype, device, add=True, **how), E4M3)
+
+
 @pytest.mark.parametrize("kind", [NO_BIAS, L2])
-def test_rows_that_are_apart(kind: str, device: torch.device) -> None:
-    of = given(kind, (129, 65), BF16, device, add=True, pitch=5)
-    assert not of.x.is_contiguous()
-    check_values(of, E4M3)
+def test_statistics_that_are_apart(kind: str, device: torch.device) -> None:
     of = given(kind, (9, 128), BF16, device, pitch=16)
     made, _ = check(of, BlockScaling(E4M3))
     statistics = [t if t is None else torch.stack((t, t), 1)[:, 0] for t in made[2:]]
@@ -338,17 +352,6 @@ def test_no_rows(kind: str, scaling: type, device: torch.device) -> None:
     else:
         assert (made.y.row_scale.shape, codes.col_scale.shape) == ((2, 0), (0, 256))
     assert amax.tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "parameters"),
-    [(RMS, BF16, FP32), (LAYER, FP32, BF16), (LAYER, FP16, FP64)],
-    ids=str,
-)
-def test_parameters_of_another_dtype(
-    kind: str, dtype: torch.dtype, parameters: torch.dtype, device: torch.device
-) -> None:
-    check_values(given(kind, (7, 40), dtype, device, add=True, parameters=parameters), E4M3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
