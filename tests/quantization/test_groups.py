@@ -20,6 +20,7 @@ from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8PredictedScaling,
+    Float8RowwiseScaling,
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -157,6 +158,8 @@ def group_errors(
         Float8BlockScaling(wgrad_x_block_scaling_dim=1),
         MXFP8BlockScaling(fp8_format=Format.HYBRID),
         NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
+        Float8RowwiseScaling(),
+        Float8RowwiseScaling(fp8_format=Format.HYBRID),
     ],
     ids=str,
 )
@@ -200,7 +203,9 @@ def test_experts(recipe: Recipe, single: bool) -> None:
         assert error(got, true) < (0.42 if recipe.nvfp4() else 0.125)
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, *SMALL_BLOCKS, Float8RowwiseScaling()], ids=lambda r: type(r).__name__
+)
 def test_bias_and_its_scales_are_those_of_high_precision(
     recipe: Recipe, device: torch.device
 ) -> None:
