@@ -149,7 +149,7 @@ def test_the_launcher_in_c_gets_what_the_one_in_python_hands_on(
     x, y = torch.empty(4), torch.empty(4)
     told: list[KernelCompiled] = []
     monkeypatch.setattr("time.perf_counter", lambda: float(10 * len(compiled)))
-    subscription = subscribe(told.append, only=KernelCompiled)  # type: ignore[arg-type]
+    subscription = subscribe(told.append, only=KernelCompiled)
     launch(grid, (x, None, y), (5, 1), (0.5,))
     for n in (5, 6, 7, 5):  # integers of one kind, so that one binary serves all
         launch(grid, (x, None, y), (n, 1), (0.5,))

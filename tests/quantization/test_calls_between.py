@@ -131,7 +131,6 @@ def test_gradients_are_those_of_float64(recipe: Recipe) -> None:
     own, up, down = exact
     (torch.nn.functional.gelu(own @ up.t()) @ down.t()).backward(X.double())
     for ours, theirs in zip(grads(model, x), exact, strict=True):
-        assert theirs.grad is not None
         assert ((ours - theirs.grad).norm() / theirs.grad.norm()).item() < 0.1
 
 

@@ -78,7 +78,6 @@ def test_main_grad_in_fp32_is_never_rounded_below(dtype: torch.dtype, recipe: Re
             apart(x.float()).backward(dy.float())
     exact += apart.weight.grad
     assert op.weight.grad_added_to_main_grad
-    assert op.weight.grad is not None
     assert not op.weight.grad.any()
     assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
 
@@ -222,7 +221,7 @@ def three_steps(
         accumulate_into_main_grad=into == "main_grad",
     )
     op.weight = nn.Parameter(weight.t().contiguous() if transposed else weight)
-    op.weight.main_grad = torch.zeros_like(op.weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    op.weight.main_grad = torch.zeros_like(op.weight, dtype=torch.float32)
     model, seen = opfuser.Sequential(opfuser.RMSNorm(columns, dtype=torch.bfloat16), op), []
     for _ in range(3):
         x = torch.randn(37, columns, dtype=torch.bfloat16, requires_grad=True)
@@ -230,7 +229,7 @@ def three_steps(
             with opfuser.autocast(recipe=recipe):
                 y = model(x)
             y.square().sum().backward()
-        grads = [op.weight.grad, op.weight.main_grad]  # type: ignore[attr-defined]
+        grads = [op.weight.grad, op.weight.main_grad]
         seen += [y, x.grad, *[g.t() if transposed else g for g in grads]]
     assert model.last_plan.quantized == (1,)
     scales = [t for name, t in op.state_dict().items() if "quantization" in name]

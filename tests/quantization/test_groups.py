@@ -353,7 +353,7 @@ def test_fp32_main_grad_of_bf16_weights(recipe: Recipe, single: bool, delay: boo
             y = op(x, torch.tensor(sizes))
         y.backward(dy)
         if delay:
-            assert all(p.main_grad.eq(1).all() for p in op.parameters())  # type: ignore[attr-defined]
+            assert all(p.main_grad.eq(1).all() for p in op.parameters())
             op.backward_dw()
         for p, dw in zip(op.parameters(), dws):
             found: Any = p

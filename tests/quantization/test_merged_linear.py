@@ -51,7 +51,6 @@ def run(seq: Sequential, recipe: Recipe, x: Tensor, dy: Tensor) -> list[Tensor]:
     grads = [p.grad for p in seq.parameters() if p.grad is not None]
     weights = [g for g in grads if g.dim() == 2]
     biases = [g for g in grads if g.dim() == 1]
-    assert x.grad is not None
     return [y.detach(), x.grad, torch.cat(weights), torch.cat(biases)]
 
 

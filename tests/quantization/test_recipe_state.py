@@ -178,7 +178,7 @@ def test_who_follows_a_recipe() -> None:
         "scales may be needed again"
     )
     with pytest.raises(ArgumentError, match=r"(?s)one of opfuser.recipe.*init_recipe_state.*None"):
-        opfuser.init_recipe_state(holder, None)  # type: ignore[arg-type]
+        opfuser.init_recipe_state(holder, None)
 
 
 def test_weights_stored_as_codes_have_state_with_them() -> None:

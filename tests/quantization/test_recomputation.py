@@ -151,8 +151,7 @@ def results(model: nn.Module, run: Run, calls: Calls) -> list[Tensor]:
 
     def call(x: Tensor) -> Tensor:
         inputs.append(x.clone().requires_grad_())
-        result: Tensor = run(model, inputs[-1])
-        return result
+        return run(model, inputs[-1])
 
     outputs = calls(call)
     found = [*outputs, *[x.grad for x in inputs], *[p.grad for p in model.parameters()]]

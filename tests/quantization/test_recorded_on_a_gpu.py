@@ -81,7 +81,6 @@ def recorded_step(
         with opfuser.autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x)
         y.backward(torch.ones_like(y))
-    assert model.last_plan is not None
     return model.last_plan.recorded
 
 

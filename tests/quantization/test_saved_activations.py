@@ -312,8 +312,7 @@ def test_checkpoints_save_the_same_again() -> None:
         want = results(model, x, [*model.parameters()], dy)
 
         def again(x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(model, x, use_reentrant=False)
-            return y
+            return checkpoint(model, x, use_reentrant=False)
 
         got = results(again, x, [*model.parameters()], dy)
     for one, other in zip(got, want, strict=True):

@@ -83,13 +83,11 @@ def scale_for(values: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
 def check_vectors(x: Tensor, made: Codes, sizes: list[int], scaling: VectorScaling) -> None:
     values, (dtype, power) = x.cpu().float(), scaling
     if made.rows is not None:
-        assert made.row_scale is not None
         assert made.rows.shape == x.shape
         s = scale_for(values, dtype, power)
         assert_scales(made.row_scale, inverse(s))
         assert torch.equal(bits(made.rows), expected(values, s[:, None], dtype))
     if made.cols is not None:
-        assert made.col_scale is not None
         assert made.cols.shape[1] % 128 == 0
         scales = []
         for at, padded in bounds(sizes):
@@ -146,9 +144,7 @@ def test_rows_that_are_not_finite_or_zero(device: torch.device) -> None:
         x.to(device), ends_of(sizes, device), 2, VectorScaling(E4M3), rows=True, cols=True
     )
     check_vectors(x, made, sizes, VectorScaling(E4M3))
-    assert made.row_scale is not None
     assert made.row_scale.isnan().tolist() == [False, True, False, True, False]
-    assert made.col_scale is not None
     assert made.col_scale.isnan().nonzero().flatten().tolist() == [4, 32 + 7]
 
 
@@ -162,8 +158,6 @@ def test_one_scale_is_that_of_every_row(
     scaling: Any = MeasuredScaling(most, E5M2) if measured else TensorScaling(most, E5M2, seen)
     made = quantize_groups(x, ends, len(sizes), scaling, rows=True, cols=True)
     s = torch.tensor(expected_scale(3.0, E5M2, False)) if measured else torch.tensor(3.0)
-    assert made.rows is not None
-    assert made.cols is not None
     want = expected(x, s, E5M2)
     assert torch.equal(bits(made.rows), want)
     assert_scales(made.row_scale, inverse(s).expand(len(x)).contiguous())
@@ -190,8 +184,6 @@ def test_matrices_of_one_size_need_no_ends(scales: str, rows: int, device: torch
     own = torch.tensor([1.0, 2.0, 4.0] if scales == "own" else [2.0], device=device)
     made = quantize_groups(x, None, count, TensorScaling(own, E4M3), rows=True, cols=True)
     s = own.cpu().expand(count).repeat_interleave(rows)
-    assert made.rows is not None
-    assert made.cols is not None
     want = expected(x, s[:, None], E4M3)
     assert torch.equal(bits(made.rows), want)
     assert_scales(made.row_scale, inverse(s))
@@ -211,9 +203,6 @@ def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -
     x, ends = matrix(sum(sizes), 256, device, torch.bfloat16), ends_of(sizes, device)
     made = quantize_groups(x, ends, len(sizes), scaling, rows=True, cols=True)
     values, (dtype, power, squares) = x.cpu().float(), scaling
-    assert made.rows is not None
-    assert made.cols is not None
-    assert made.col_scale is not None
     blocks = values.unflatten(1, (-1, 128))
     s = scale_for(blocks, dtype, power)
     assert_scales(made.row_scale, inverse(s.t().contiguous()))
@@ -312,14 +301,14 @@ def test_products_of_vectors(
     dyq = quantize_groups(dy, ends, count, VectorScaling(formats[0]), **both)
     for codes in (xq, dyq, wq):
         assert None not in codes[:4]
-    of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)  # type: ignore[arg-type]
+    of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)
 
-    padded = wq.cols.shape[1] // count  # type: ignore[union-attr]
-    b: Any = wq.rows.view(count, n, k)  # type: ignore[union-attr]
-    bt: Any = wq.cols.view(k, count, padded)[:, :, :n].transpose(0, 1)  # type: ignore[union-attr]
+    padded = wq.cols.shape[1] // count
+    b: Any = wq.rows.view(count, n, k)
+    bt: Any = wq.cols.view(k, count, padded)[:, :, :n].transpose(0, 1)
     given: Any = (
-        (xq.rows, b, xq.row_scale, wq.row_scale.view(count, n)),  # type: ignore[union-attr]
-        (dyq.rows, bt, dyq.row_scale, wq.col_scale.view(count, k)),  # type: ignore[union-attr]
+        (xq.rows, b, xq.row_scale, wq.row_scale.view(count, n)),
+        (dyq.rows, bt, dyq.row_scale, wq.col_scale.view(count, k)),
         (dyq.cols, xq.cols, dyq.col_scale, xq.col_scale),
     )
     y = rows_by_matrices(*given[0], ends, dtype, split=split)
@@ -330,8 +319,8 @@ def test_products_of_vectors(
         wg = of_rows(b[g], given[0][3][g])
         assert_product(y[at], of_x[at], wg, dtype)
         assert_product(dx[at], of_dy[at], of_rows(bt[g], given[1][3][g]), dtype)
-        left = of_rows(dyq.cols[:, of_cols], dyq.col_scale.view(count, n)[g])  # type: ignore[index,union-attr]
-        right = of_rows(xq.cols[:, of_cols], xq.col_scale.view(count, k)[g])  # type: ignore[index,union-attr]
+        left = of_rows(dyq.cols[:, of_cols], dyq.col_scale.view(count, n)[g])
+        right = of_rows(xq.cols[:, of_cols], xq.col_scale.view(count, k)[g])
         assert_product(dw[g], left, right, dtype)
 
 
@@ -428,13 +417,11 @@ def test_rows_that_are_gathered(
     copied = quantize_groups(x[sources], ends, len(sizes), scaling, **how)
     used = bounds(sizes)[-1][1].stop
     for own, other in ((made.rows, copied.rows), (made.cols, copied.cols)):
-        assert own is not None
-        assert other is not None
         assert torch.equal(bits(own)[:, :used], bits(other)[:, :used])
-    assert_scales(made.row_scale, copied.row_scale.cpu())  # type: ignore[union-attr]
+    assert_scales(made.row_scale, copied.row_scale.cpu())
     if not isinstance(scaling, BlockScaling):
-        assert_scales(made.col_scale, copied.col_scale.cpu())  # type: ignore[union-attr]
+        assert_scales(made.col_scale, copied.col_scale.cpu())
     else:
         own, other = made.col_scale, copied.col_scale
         blocks = used // 128
-        torch.testing.assert_close(own[:, :blocks], other[:, :blocks], rtol=0, atol=0)  # type: ignore[index]
+        torch.testing.assert_close(own[:, :blocks], other[:, :blocks], rtol=0, atol=0)

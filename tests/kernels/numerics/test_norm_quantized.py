@@ -61,9 +61,7 @@ class Norm(NamedTuple):
     with_mean: bool
 
     def forward(self, scaling: Scaling) -> QuantizedNorm:
-        made = norm_forward_quantized(*self, scaling)
-        assert isinstance(made, QuantizedNorm)
-        return made
+        return norm_forward_quantized(*self, scaling)
 
     def columns(self, made: QuantizedNorm | norm.NormForward, scaling: Scaling) -> Codes:
         total = self.x if made.total is None else made.total
@@ -138,12 +136,9 @@ def assert_encoded(
     if what == "columns" and isinstance(scaling, BlockScaling) and scaling.square_cols:
         how: Any = {"rows": True, "cols": False, "power_of_two": scaling.power_of_two}
         squares = quantize_by_squares(values, scaling.dtype, **how)
-        assert squares.row_scale is not None
-        assert squares.rows is not None
         assert_scales(scales, squares.row_scale, what)
         want = squares.rows.view(torch.uint8)
     elif isinstance(scaling, TensorScaling):
-        assert scaling.scale is not None
         want = expected(values, scaling.scale, scaling.dtype)
         assert_scales(scales, inverse(scaling.scale.cpu()), what)
     else:
@@ -326,7 +321,6 @@ def test_any_number_of_dimensions(shape: tuple[int, ...], kind: str, device: tor
     rows, cols = math.prod(shape[:-1]), shape[-1]
     of = given(kind, (rows, cols), BF16, device, add=True)
     scaling = TensorScaling(torch.full((1,), 20.0, device=device), E4M3)
-    assert of.residual is not None
     same = of._replace(x=of.x.view(shape), residual=of.residual.view(shape))
     made, want = same.forward(scaling), of.forward(scaling)
     assert torch.equal(bits(made.y.rows), bits(want.y.rows))
@@ -386,7 +380,6 @@ def test_what_is_not_finite_shows(value: float, kind: str, device: torch.device)
 
 def test_an_infinite_weight_saturates_and_reaches_amax(device: torch.device) -> None:
     of = given(RMS, (3, 65), FP32, device)
-    assert of.weight is not None
     of.weight[64] = INF
     amax = torch.zeros(1, device=device)
     made, _ = check(of, TensorScaling(torch.ones(1, device=device), E5M2, amax))
