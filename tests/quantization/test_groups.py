@@ -346,9 +346,8 @@ def test_fp32_main_grad_of_bf16_weights(recipe: Recipe, single: bool, delay: boo
     _, _, *dws = run(wide, x.float(), sizes, dy.float(), recipe)
     for overwrite in (False, True):
         for p in op.parameters():
-            main: Any = p
-            main.main_grad = torch.ones(p.shape)
-            main.overwrite_main_grad = overwrite
+            p.main_grad = torch.ones(p.shape)
+            p.overwrite_main_grad = overwrite
         with opfuser.autocast(recipe=recipe):
             y = op(x, torch.tensor(sizes))
         y.backward(dy)
@@ -356,11 +355,9 @@ def test_fp32_main_grad_of_bf16_weights(recipe: Recipe, single: bool, delay: boo
             assert all(p.main_grad.eq(1).all() for p in op.parameters())
             op.backward_dw()
         for p, dw in zip(op.parameters(), dws):
-            found: Any = p
-            torch.testing.assert_close(
-                found.main_grad, dw if overwrite else 1 + dw, rtol=1e-5, atol=1e-4
-            )
-            assert found.grad_added_to_main_grad
+            want = dw if overwrite else 1 + dw
+            torch.testing.assert_close(p.main_grad, want, rtol=1e-5, atol=1e-4)
+            assert p.grad_added_to_main_grad
 
 
 @STACKED
