@@ -160,7 +160,6 @@ def _error(text: str) -> OutOfBounds:
     """With the kernel, and the line under way."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or frame.f_globals["__name__"].startswith("triton."):
-        assert frame.f_back is not None
         frame = frame.f_back
     code = frame.f_code
     file = os.path.relpath(code.co_filename)

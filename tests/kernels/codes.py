@@ -51,6 +51,17 @@ def assert_codes(got: Tensor, want: Tensor, dtype: torch.dtype, what: str = "") 
     )
 
 
+def bits(codes: Tensor) -> Tensor:
+    """Those of codes, on the CPU, with one NaN."""
+    codes = codes.cpu()
+    return torch.where(codes.float().isnan(), NAN_CODE, codes.view(torch.uint8))
+
+
+def is_wanted(made: Codes, rows: bool, cols: bool, column_sum: bool = False) -> None:
+    """Asserts that these layouts are there, with their scales, and no others."""
+    assert [t is not None for t in made] == [rows, rows, cols, cols, column_sum]
+
+
 def padded(x: Tensor) -> Tensor:
     """With rows of zeros up to a multiple of 128."""
     return torch.cat((x, x.new_zeros(-x.shape[0] % 128, x.shape[1])))

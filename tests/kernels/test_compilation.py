@@ -118,7 +118,6 @@ def test_what_is_shipped_compiles_and_spills_nothing(family: str) -> None:
     close: dict[object, str] = {}  # of those with the same key the last stays
     for binary in sorted(shares, key=lambda b: shares[b]):
         _, noted = all_of_them[binary]
-        assert noted.tensors[0] is not None
         key = noted.launch.name, noted.tensors[0].itemsize
         close[binary if shares[binary] >= 0.75 else key] = binary
     for binary in sorted(reports, key=lambda b: reports[b].shared):

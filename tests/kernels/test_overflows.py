@@ -104,10 +104,14 @@ def by_turns(x_ptr, rows, cols, WIDE: tl.constexpr, BLOCK: tl.constexpr):
         (by_turns, 2112, (2**31 - 1024, 8)),
     ],
 )
-def test_what_overflows_is_found(kernel: Any, grid: int, ints: tuple[int, int]) -> None:
+def test_what_overflows_is_found(
+    kernel: Any, grid: int, ints: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launch, "function", kernel)
+
     def found(wide: bool, programs: int, numbers: tuple[int, int]) -> list[str]:
         launch = Launch(kernel.__name__, {"WIDE": wide, "BLOCK": 64})
-        launch._function, launch._values = kernel, (wide, 64)
+        monkeypatch.setattr(Launch, "values", (wide, 64))
         return overflows(Recorded(launch, (programs, 1, 1), (empty(1),), numbers, ()))
 
     assert not found(True, grid, ints)

@@ -69,7 +69,6 @@ def test_a_write_to_one_is_not_one_to_another(taken: Taken) -> None:
     y = w * saved
     other.add_(1.0)
     y.backward()
-    assert w.grad is not None
     assert w.grad.item() == 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,8 +13,6 @@ import opfuser
 from opfuser.optim import MasterWeights
 from opfuser.quantization.weights import encode_weight
 from opfuser.recipe import Float8CurrentScaling
-
-__all__ = ["BF16", "ByHand", "Make", "assert_stored", "give_gradients", "model", "values"]
 
 BF16, RECIPE = torch.bfloat16, Float8CurrentScaling()
 Make = Callable[..., torch.optim.Optimizer]
@@ -69,6 +68,14 @@ def assert_stored(seq: nn.Module, masters: Iterable[Tensor]) -> None:
             assert torch.equal(p, master.to(p.dtype))
 
 
+def saved(thing: Any, *, weights_only: bool = True) -> Any:
+    """What is read of a file with it."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
 class ByHand:
     """The optimizer on masters, and the parameters that they are rounded to, by hand.
 
@@ -119,7 +126,7 @@ def assert_same(one: Any, other: Any) -> None:
     """Nested states are equal bit for bit."""
     if isinstance(other, Tensor):
         assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+        assert torch.equal(*(t.view(torch.uint8) if t.itemsize == 1 else t for t in (one, other)))
     elif isinstance(other, dict):
         assert one.keys() == other.keys()
         for key in other:

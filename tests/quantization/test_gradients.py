@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.basic import _weight_grad
-from opfuser.gemm.scaled import scaled_wgrad
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -21,6 +19,7 @@ from opfuser.recipe import (
     Recipe,
 )
 from tests.contract.gradients import handed_over
+from tests.quantization.test_gemm_providers import computed
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
@@ -66,18 +65,19 @@ WEIGHT = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(2)).bfloat
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_main_grad_in_fp32_is_never_rounded_below(dtype: torch.dtype, recipe: Recipe) -> None:
+    """Also of weights that are quantized once."""
+    kept = opfuser.keep_quantized_weights() if dtype == torch.bfloat16 else contextlib.nullcontext()
     op = linear(dtype, WEIGHT, accumulate_into_main_grad=True)
     op.weight.main_grad = torch.ones(OUT, IN)
     exact = torch.ones(OUT, IN)
     apart = linear(torch.float32, WEIGHT.to(dtype).float())
     # One region, in which delayed scales stay what they are at first.
-    with opfuser.autocast(recipe=recipe):
+    with kept, opfuser.autocast(recipe=recipe):
         for x, dy in batches(dtype):
             op(x).backward(dy)
             apart(x.float()).backward(dy.float())
     exact += apart.weight.grad
     assert op.weight.grad_added_to_main_grad
-    assert op.weight.grad is not None
     assert not op.weight.grad.any()
     assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
 
@@ -148,29 +148,24 @@ def test_a_wgrad_in_high_precision_is_added_by_its_gemm(accumulate: str) -> None
     torch.testing.assert_close(target, 1 + dy.t() @ x)
 
 
-def test_gradients_that_go_nowhere_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    def counted(*args: Any) -> Tensor:
-        calls.append(args)
-        return scaled_wgrad(*args)
-
-    monkeypatch.setattr(_weight_grad, "scaled_wgrad", counted)
+def test_gradients_that_go_nowhere_are_not_computed() -> None:
+    recipe = Float8CurrentScaling(gemm="exact", fprop="bf16", dgrad="bf16")
+    computed.clear()
     op = linear(torch.bfloat16, WEIGHT, accumulate_into_main_grad=True)
     op.weight.main_grad = torch.ones(OUT, IN)
     ((x, dy), _) = batches(torch.bfloat16)
     x.requires_grad_()
-    with opfuser.autocast(recipe=CURRENT):
+    with opfuser.autocast(recipe=recipe):
         y = op(x)
     torch.autograd.grad(y, x, dy, retain_graph=True)
-    assert not calls
+    assert not computed
     (dw,) = torch.autograd.grad(y, op.weight, dy, retain_graph=True)
     assert dw.dtype == torch.bfloat16
     assert steps_apart(dw, wide(WEIGHT, x.detach(), dy, CURRENT), torch.bfloat16) < 1
     assert torch.equal(op.weight.main_grad, torch.ones(OUT, IN))
-    calls.clear()
+    computed.clear()
     y.backward(dy)
-    assert len(calls) == 1
+    assert len(computed) == 1
     assert not torch.equal(op.weight.main_grad, torch.ones(OUT, IN))
 
 
@@ -184,18 +179,6 @@ def test_wide_weights_under_autocast_get_wide_gradients() -> None:
     y.backward(dy)
     assert op.weight.grad.dtype == torch.float32
     assert steps_apart(op.weight.grad, wide(WEIGHT, x, dy, CURRENT), torch.float32) < 64
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_micro_batches_with_kept_weights(kept: bool) -> None:
-    op = linear(torch.bfloat16, WEIGHT, accumulate_into_main_grad=True)
-    op.weight.main_grad = torch.zeros(OUT, IN)
-    exact = sum(wide(WEIGHT, x, dy, CURRENT) for x, dy in batches(torch.bfloat16))
-    with opfuser.keep_quantized_weights() if kept else contextlib.nullcontext():
-        for x, dy in batches(torch.bfloat16):
-            backward(op, x, dy, CURRENT)
-    assert isinstance(exact, Tensor)
-    assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
 
 
 EVERY = (
@@ -238,7 +221,7 @@ def three_steps(
         accumulate_into_main_grad=into == "main_grad",
     )
     op.weight = nn.Parameter(weight.t().contiguous() if transposed else weight)
-    op.weight.main_grad = torch.zeros_like(op.weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    op.weight.main_grad = torch.zeros_like(op.weight, dtype=torch.float32)
     model, seen = opfuser.Sequential(opfuser.RMSNorm(columns, dtype=torch.bfloat16), op), []
     for _ in range(3):
         x = torch.randn(37, columns, dtype=torch.bfloat16, requires_grad=True)
@@ -246,7 +229,7 @@ def three_steps(
             with opfuser.autocast(recipe=recipe):
                 y = model(x)
             y.square().sum().backward()
-        grads = [op.weight.grad, op.weight.main_grad]  # type: ignore[attr-defined]
+        grads = [op.weight.grad, op.weight.main_grad]
         seen += [y, x.grad, *[g.t() if transposed else g for g in grads]]
     assert model.last_plan.quantized == (1,)
     scales = [t for name, t in op.state_dict().items() if "quantization" in name]

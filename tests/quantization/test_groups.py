@@ -19,13 +19,14 @@ from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
-    Float8CurrentScaling,
     Float8PredictedScaling,
+    Float8RowwiseScaling,
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
 )
+from tests.basic.values import saved_by
 from tests.contract.gradients import handed_over
 from tests.quantization.test_values import (
     CURRENT,
@@ -157,6 +158,8 @@ def group_errors(
         Float8BlockScaling(wgrad_x_block_scaling_dim=1),
         MXFP8BlockScaling(fp8_format=Format.HYBRID),
         NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
+        Float8RowwiseScaling(),
+        Float8RowwiseScaling(fp8_format=Format.HYBRID),
     ],
     ids=str,
 )
@@ -200,7 +203,9 @@ def test_experts(recipe: Recipe, single: bool) -> None:
         assert error(got, true) < (0.42 if recipe.nvfp4() else 0.125)
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, *SMALL_BLOCKS, Float8RowwiseScaling()], ids=lambda r: type(r).__name__
+)
 def test_bias_and_its_scales_are_those_of_high_precision(
     recipe: Recipe, device: torch.device
 ) -> None:
@@ -218,41 +223,6 @@ def test_bias_and_its_scales_are_those_of_high_precision(
         biases = [p for name, p in op.named_parameters() if name.startswith("bias")]
         results.append([y.detach(), *torch.autograd.grad(y, [own, *biases], dy)])
     assert_same(*results)
-
-
-@pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
-def test_modes_of_each_gemm(mode: str, device: torch.device) -> None:
-    """What is left in high precision is exact; the others are not."""
-    sizes = [5, 0, 130]
-    op = grouped(device, bias=False, dtype=torch.float32)
-    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
-    only: Any = {mode: "bf16"}
-    got = run(op, x, sizes, dy, Float8CurrentScaling(**only))
-    own = x.clone().requires_grad_()
-    y = op(own, torch.tensor(sizes))
-    plain = [y, *torch.autograd.grad(y, [own, *op.parameters()], dy)]
-    found = [((a - b).norm() / b.norm().clamp_min(1)).item() for a, b in zip(got, plain)]
-    products = [found[0], found[1], max(found[2:])]
-    at = ["fprop", "dgrad", "wgrad"].index(mode)
-    assert products[at] < 1e-6
-    assert all(e > 1e-3 for n, e in enumerate(products) if n != at)
-
-
-@pytest.mark.parametrize("wanted", ["x", "weight0", "weight2"])
-def test_one_gradient_alone(wanted: str, device: torch.device) -> None:
-    """It is the one that all together give."""
-    op, sizes = grouped(device, bias=False), torch.tensor([5, 0, 130])
-    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
-    grads = []
-    for alone in (False, True):
-        own = copy.deepcopy(op)
-        tensors = {"x": x.clone(), **dict(own.named_parameters())}
-        for name, t in tensors.items():
-            t.requires_grad_(not alone or name == wanted)
-        with opfuser.autocast(recipe=CURRENT):
-            y = own(tensors["x"], sizes)
-        grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def test_the_plan_and_its_refusals() -> None:
@@ -376,21 +346,18 @@ def test_fp32_main_grad_of_bf16_weights(recipe: Recipe, single: bool, delay: boo
     _, _, *dws = run(wide, x.float(), sizes, dy.float(), recipe)
     for overwrite in (False, True):
         for p in op.parameters():
-            main: Any = p
-            main.main_grad = torch.ones(p.shape)
-            main.overwrite_main_grad = overwrite
+            p.main_grad = torch.ones(p.shape)
+            p.overwrite_main_grad = overwrite
         with opfuser.autocast(recipe=recipe):
             y = op(x, torch.tensor(sizes))
         y.backward(dy)
         if delay:
-            assert all(p.main_grad.eq(1).all() for p in op.parameters())  # type: ignore[attr-defined]
+            assert all(p.main_grad.eq(1).all() for p in op.parameters())
             op.backward_dw()
         for p, dw in zip(op.parameters(), dws):
-            found: Any = p
-            torch.testing.assert_close(
-                found.main_grad, dw if overwrite else 1 + dw, rtol=1e-5, atol=1e-4
-            )
-            assert found.grad_added_to_main_grad
+            want = dw if overwrite else 1 + dw
+            torch.testing.assert_close(p.main_grad, want, rtol=1e-5, atol=1e-4)
+            assert p.grad_added_to_main_grad
 
 
 @STACKED
@@ -434,16 +401,9 @@ def test_results_in_memory_of_the_caller() -> None:
 
 
 def test_saves_one_byte_for_each_input_with_padding() -> None:
-    op, saved = grouped(torch.device("cpu"), bias=False), []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    sizes = torch.tensor([5, 0, 130])
-    with hooks, opfuser.autocast(recipe=CURRENT):
-        op(torch.randn(135, IN), sizes)
+    op, sizes = grouped(torch.device("cpu"), bias=False), torch.tensor([5, 0, 130])
+    with opfuser.autocast(recipe=CURRENT):
+        saved = saved_by(lambda: op(torch.randn(135, IN), sizes))
     weights = {p.data_ptr() for p in op.parameters()}
     kept = sum(t.nbytes for t in saved if t.data_ptr() not in weights)
     # The host does not know the sizes: a group may have a block that is not full.

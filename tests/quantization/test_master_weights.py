@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +15,8 @@ import opfuser
 from opfuser.errors import ArgumentError, MasterWeightError
 from opfuser.optim import MasterWeights
 from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+
+from .masters_by_hand import give_gradients, saved, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
@@ -35,27 +36,6 @@ def model(recipe: Recipe | None = CURRENT, preserve: bool = False) -> opfuser.Se
         )
 
 
-def give_gradients(model: nn.Module, seed: int = 1) -> list[Tensor]:
-    torch.manual_seed(seed)
-    made = []
-    for p in model.parameters():
-        dtype = BF16 if p.itemsize == 1 else p.dtype
-        p.grad = torch.randn(p.shape).to(dtype)
-        made.append(p.grad.double())
-    return made
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    """In fp64."""
-    linears = {
-        m.weight: m for m in model.modules() if isinstance(m, (opfuser.Linear, opfuser.BasicLinear))
-    }
-    return [
-        linears[p].read_weight(torch.float64) if p in linears else p.detach().double()
-        for p in model.parameters()
-    ]
-
-
 def adam(params: Any, lr: float = 1e-2, **how: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=lr, weight_decay=0.1, **how)
 
@@ -72,11 +52,12 @@ def test_steps_are_those_in_fp64_rounded_once(
 ) -> None:
     seq = model(recipe, preserve)
     start = values(model(None) if preserve and recipe else seq)
-    masters = [nn.Parameter(v) for v in start]
+    masters = [nn.Parameter(v.double()) for v in start]
     optimizer, exact = MasterWeights(seq, make), make(masters)
     for n in range(5):
-        for master, grad in zip(masters, give_gradients(seq, n)):
-            master.grad = grad
+        give_gradients(seq.parameters(), n)
+        for master, p in zip(masters, seq.parameters()):
+            master.grad = None if p.grad is None else p.grad.double()
         optimizer.step()
         exact.step()
     updated = [optimizer.state[p].get("master_param", p.detach()) for p in seq.parameters()]
@@ -122,29 +103,24 @@ def masters(optimizer: MasterWeights) -> list[Tensor]:
     return [p.detach().clone() for g in optimizer.optimizer.param_groups for p in g["params"]]
 
 
-def stored(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file)
-    return loaded
-
-
 @pytest.mark.parametrize("lost", [False, True])
 def test_initial_values_are_saved_before_the_first_step(lost: bool) -> None:
     """They exist nowhere else. Once the parameter is another one they are of no use."""
     seq, other = model(preserve=True), model()
+    weight: Any = seq[1].weight
+    value = weight.get_high_precision_init_val()
     optimizer, resumed = MasterWeights(seq, adam), MasterWeights(other, adam)
+    assert torch.equal(masters(optimizer)[1], value.float())
+    assert weight.get_high_precision_init_val() is None, "it is freed"
     if lost:
         seq[1].write_weight(torch.ones(256, 128))
     other.load_state_dict(seq.state_dict())
-    resumed.load_state_dict(stored(optimizer.state_dict()))
+    resumed.load_state_dict(saved(optimizer.state_dict()))
     assert not optimizer.state
     for m, o in ((seq, optimizer), (other, resumed)):
-        give_gradients(m)
+        give_gradients(m.parameters(), 1)
         o.step()
-    for ours, want in zip(masters(resumed), masters(optimizer)):
-        assert torch.equal(ours, want)
+    assert all(map(torch.equal, masters(resumed), masters(optimizer)))
 
 
 @pytest.mark.gpu
@@ -186,7 +162,7 @@ def test_the_meta_device(recipe: Recipe | None) -> None:
         if hasattr(op, "reset_parameters"):
             op.reset_parameters()
     before, optimizer = values(seq), MasterWeights(seq, adam)
-    give_gradients(seq)
+    give_gradients(seq.parameters(), 1)
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, values(seq)))
 
@@ -203,7 +179,7 @@ def test_refused_parameters_change_nothing() -> None:
     with pytest.raises(ArgumentError, match=r"a parameter of .* on the meta device"):
         optimizer.add_param_group({"params": [weight, meta]})
     assert weight.get_high_precision_init_val() is not None
-    give_gradients(seq)
+    give_gradients(seq.parameters(), 1)
     before = values(seq)
     optimizer.step()
     changed = [not torch.equal(a, b) for a, b in zip(before, values(seq))]
@@ -215,10 +191,10 @@ def test_weights_in_fp8_that_were_replaced(steps: int) -> None:
     seq, other = model(), model()
     optimizer = MasterWeights(seq, adam)
     for _ in range(steps):
-        give_gradients(seq)
+        give_gradients(seq.parameters(), 1)
         optimizer.step()
     seq.load_state_dict(other.state_dict(), assign=True)
-    give_gradients(seq)
+    give_gradients(seq.parameters(), 1)
     before, state = values(seq), copy.deepcopy(optimizer.state_dict()["state"])
     for _ in range(2):
         with pytest.raises(MasterWeightError) as error:
@@ -234,12 +210,3 @@ def test_weights_in_fp8_that_were_replaced(steps: int) -> None:
     optimizer = MasterWeights(seq, adam)
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, values(seq)))
-
-
-def test_initial_values_are_freed() -> None:
-    seq = model(preserve=True)
-    weight: Any = seq[1].weight
-    value = weight.get_high_precision_init_val()
-    optimizer = MasterWeights(seq, adam)
-    assert torch.equal(masters(optimizer)[1], value.float())
-    assert weight.get_high_precision_init_val() is None

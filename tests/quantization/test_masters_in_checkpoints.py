@@ -93,9 +93,8 @@ def assert_continues(exact: Training, other: Training) -> None:
 
 
 def assert_equal(exact: Training, other: Training) -> None:
-    for name, t in exact[0].state_dict().items():
-        assert torch.equal(other[0].state_dict()[name].float(), t.float()), name
-    assert_same(other[1].state_dict(), exact[1].state_dict())
+    for own, wanted in zip(other, exact):
+        assert_same(dict(own.state_dict()), dict(wanted.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -222,20 +221,13 @@ def test_masters_for_a_model_in_fp32(fp8: bool) -> None:
     assert all("master_param" not in state for state in optimizer.state.values())
 
 
-def _with_master(state: Any, master: Any) -> Any:
+def _with_master(state: Any, master: Any) -> None:
     state["state"][1]["master_param"] = master
-    return state
 
 
-def _with_group(state: Any) -> Any:
-    state["param_groups"][1]["params"].pop()
-    return state
-
-
-def _without_step(state: Any) -> Any:
+def _without_step(state: Any) -> None:
     state["state"][1]["step"] = 1
     del state["state"][0]["step"]
-    return state
 
 
 SHAPE = (
@@ -248,14 +240,10 @@ GROUPS = (
     "Received: groups of [2, 1] parameters for those of [2, 2]. Make the optimizer with the groups "
     "that were saved."
 )
-MISFITS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "shape": (
-        lambda s: _with_master(s, torch.ones(31)),
-        ArgumentError,
-        SHAPE.format("shape (31,)"),
-    ),
+MISFITS: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "shape": (lambda s: _with_master(s, torch.ones(9)), ArgumentError, SHAPE.format("shape (9,)")),
     "type": (lambda s: _with_master(s, 3.0), ArgumentError, SHAPE.format("3.0")),
-    "groups": (_with_group, ArgumentError, GROUPS),
+    "groups": (lambda s: s["param_groups"][1]["params"].pop(), ArgumentError, GROUPS),
     "state": (_without_step, KeyError, "'step'"),  # Adam's own
 }
 
@@ -268,8 +256,9 @@ def test_what_does_not_fit_changes_nothing(misfit: str, fp8: bool) -> None:
     state = copy.deepcopy(trained(fp8, 3, seed=1)[1].state_dict())
     for group in state["param_groups"]:
         group["lr"] = 7.0
+    change(state)
     with pytest.raises(error) as raised:
-        optimizer.load_state_dict(change(state))
+        optimizer.load_state_dict(state)
     assert str(raised.value) == text
     assert_continues(other, (seq, optimizer))
 

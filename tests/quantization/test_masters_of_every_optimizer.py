@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ import opfuser
 from opfuser.errors import NotSupportedError
 from opfuser.optim import MasterWeights
 
-from .masters_by_hand import BF16, ByHand, Make, give_gradients, model, values
+from .masters_by_hand import BF16, ByHand, Make, give_gradients, model, saved, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
@@ -146,27 +145,15 @@ def test_closures(case: str, fp8: bool) -> None:
         with torch.no_grad():
             want = hand.optimizer.step(of(other, hand.take_gradients))
         assert torch.equal(loss, want)
-        other.load_state_dict({**other.state_dict(), **rounded(hand, fp8)})
+        round_to(other, hand)
         hand.check(seq)
 
 
-def rounded(hand: ByHand, fp8: bool) -> dict[str, Tensor]:
-    names = [name for name, _ in hand.seq.named_parameters()]
-    return dict(zip(names, (m.detach() for m in hand.masters)))
-
-
-def saved(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def pickled(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def round_to(seq: nn.Module, hand: ByHand) -> None:
+    """Loads masters into the parameters."""
+    names = [name for name, _ in seq.named_parameters()]
+    masters = dict(zip(names, (m.detach() for m in hand.masters)))
+    seq.load_state_dict({**seq.state_dict(), **masters})
 
 
 @every_optimizer
@@ -181,7 +168,7 @@ def test_state_dicts(case: str, fp8: bool) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, partial(saved, weights_only=False)])
 def test_copies(case: str, fp8: bool, copied: Callable[[Any], Any]) -> None:
     """Of the optimizer alone, before or after the model, and of what has taken no step."""
     seq, optimizer = new(fp8, CASES[case])
@@ -224,14 +211,9 @@ def takes_groups_later(make: Any) -> bool:
     return True
 
 
-@each_kind
-def test_add_param_group(case: str, fp8: bool) -> None:
-    if not takes_groups_later(CASES[case]):
-        pytest.skip("torch's own optimizer takes no parameters later")
-    seq = model(fp8)
+def steps_with_a_group_more(seq: nn.Module, make: Make) -> tuple[ByHand, MasterWeights]:
     params = list(seq.parameters())
-    hand = ByHand(seq, CASES[case], [([1, 2], {})])
-    optimizer = MasterWeights(seq, CASES[case], params[1:3])
+    hand, optimizer = ByHand(seq, make, [([1, 2], {})]), MasterWeights(seq, make, params[1:3])
     for n in range(4):
         if n == 2:
             optimizer.add_param_group({"params": [params[0], params[3]], "lr": 0.03})
@@ -241,6 +223,14 @@ def test_add_param_group(case: str, fp8: bool) -> None:
         optimizer.step()
         hand.step()
     hand.check()
+    return hand, optimizer
+
+
+@each_kind
+def test_add_param_group(case: str, fp8: bool) -> None:
+    if not takes_groups_later(CASES[case]):
+        pytest.skip("torch's own optimizer takes no parameters later")
+    steps_with_a_group_more(model(fp8), CASES[case])
 
 
 @in_bf16_and_fp8
@@ -260,7 +250,7 @@ def test_lbfgs(fp8: bool) -> None:
         return loss
 
     def theirs() -> Tensor:
-        other.load_state_dict({**other.state_dict(), **rounded(hand, fp8)})
+        round_to(other, hand)
         other.zero_grad()
         loss = other(x).float().square().mean()
         loss.backward()
@@ -284,18 +274,14 @@ def test_lbfgs(fp8: bool) -> None:
 @in_bf16_and_fp8
 def test_muon(fp8: bool) -> None:
     """It takes matrices alone."""
-    seq = model(fp8)
-    matrices = [p for p in seq.parameters() if p.dim() == 2]
-    numbers = [n for n, p in enumerate(seq.parameters()) if p.dim() == 2]
-    hand = ByHand(seq, Muon, [(numbers, {})])
-    optimizer = MasterWeights(seq, Muon, matrices)
-    for n in range(3):
+    seq, other = model(fp8), model(fp8, seed=1)
+    optimizer, resumed = (MasterWeights(m, Muon, [m[1].weight, m[3].weight]) for m in (seq, other))
+    hand = ByHand(seq, Muon, [([1, 3], {})])
+    two_steps(seq, optimizer)
+    for n in range(2):
         give_gradients(seq.parameters(), n)
-        optimizer.step()
         hand.step()
     hand.check()
-    other = model(fp8, seed=1)
-    resumed = MasterWeights(other, Muon, [p for p in other.parameters() if p.dim() == 2])
     other.load_state_dict(saved(seq.state_dict()))
     resumed.load_state_dict(saved(optimizer.state_dict()))
     assert_continues((seq, optimizer), (other, resumed))
@@ -310,7 +296,6 @@ def test_sparse_gradients() -> None:
         index = torch.tensor([n, 1, n + 2])
         optimizer.zero_grad()
         torch.nn.functional.embedding(index, weight, sparse=True).float().square().sum().backward()
-        assert weight.grad is not None
         master.grad = weight.grad.float()
         optimizer.step()
         hand.step()
@@ -394,7 +379,7 @@ class _MakesStateOfAll(SGD):
             for p in group["params"]:
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.ones_like(p)
-        self.state.setdefault("groups", {"count": len(self.param_groups)})  # type: ignore[call-overload]
+        self.state.setdefault("groups", {"count": len(self.param_groups)})
 
 
 @in_bf16_and_fp8
@@ -402,18 +387,8 @@ def test_an_optimizer_that_makes_its_state_early(fp8: bool) -> None:
     """And keeps something that is no parameter's."""
     make = partial(_MakesStateOfAll, lr=0.01, momentum=0.9)
     seq = model(fp8)
-    params = list(seq.parameters())
-    hand = ByHand(seq, make, [([1, 2], {})])
-    optimizer = MasterWeights(seq, make, params[1:3])
-    for n in range(4):
-        if n == 2:
-            optimizer.add_param_group({"params": [params[0], params[3]]})
-            hand.optimizer.add_param_group({"params": [hand.masters[0], hand.masters[3]]})
-        give_gradients(params, n)
-        optimizer.step()
-        hand.step()
-    hand.check()
-    hand.check_state(optimizer, set(params))
+    hand, optimizer = steps_with_a_group_more(seq, make)
+    hand.check_state(optimizer, set(seq.parameters()))
     assert optimizer.state_dict()["state"]["groups"] == {"count": 1}
     other = model(fp8, seed=1)
     resumed = MasterWeights(other, make, list(other.parameters())[1:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from opfuser.recipe import (
     QParams,
     Recipe,
 )
+from tests.basic.values import saved_by
 
 E4M3, E5M2, FP4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -229,33 +231,26 @@ def test_stochastic_gradients_are_right_on_average() -> None:
 def test_what_is_saved(recipe: Recipe, size: int) -> None:
     """Codes by columns, and scales of these, rounded up to 128 columns."""
     model = opfuser.Sequential(opfuser.BasicLinear(64, 32))
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with hooks, opfuser.autocast(recipe=recipe):
-        model(torch.randn(256, 64))
+    with opfuser.autocast(recipe=recipe):
+        saved = saved_by(lambda: model(torch.randn(256, 64)))
     weights = {p.data_ptr() for p in model.parameters()}
     assert sum(t.nbytes for t in saved if t.data_ptr() not in weights) == size
 
 
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=str)
-def test_emulation_is_told_once_for_each_format(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantizers, "_warned", set())
-    x, device = torch.randn(2, 32), torch.device("cpu")
-    seq = opfuser.Sequential(opfuser.BasicLinear(32, 32))
-    with pytest.warns(UserWarning, match="FP8 is emulated"):
-        assert not quantizers.has_hardware(device, DelayedScaling())
-    with opfuser.autocast(recipe=recipe):
-        match = f"{recipe.operands} is emulated.*compute capability 10.0 and later"
-        with pytest.warns(UserWarning, match=f"(?s){match}"):
-            seq(x)
-        seq(x)
+def test_emulation_is_told_once_for_each_format() -> None:
+    device = torch.device("xpu")  # of which no other test has told
+    for recipe, first in (
+        (DelayedScaling(), "8.9 and later"),
+        (MXFP8BlockScaling(), "10.0 and later"),
+        (NVFP4BlockScaling(), "10.0 and later"),
+    ):
+        match = f"(?s){recipe.operands} is emulated.*compute capability {first}"
+        with pytest.warns(UserWarning, match=match):
+            assert not quantizers.has_hardware(device, recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for other in (Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()):
+            assert not quantizers.has_hardware(device, other)
 
 
 @pytest.mark.parametrize(
@@ -299,41 +294,29 @@ def test_names_and_fields_of_transformer_engine() -> None:
     assert MXFP8BlockScaling().dtype("grad_output") == E4M3
 
 
+ONE_SCALE = "A tensor has one scale in fp32, and its blocks reach 6"
+VALUES = "Values of NVFP4 are in E2M1, their scales in E4M3"
+TRANSFORMS = "Transforms and stochastic rounding are of NVFP4"
+RANDOM = QParams(stochastic_rounding=True)
+
+
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("recipe", "how", "text"),
     [
-        (lambda: MXFP8BlockScaling(margin=1), "Scales of MXFP8 leave no margin"),
-        (lambda: MXFP8BlockScaling(enable_2d_quantization=True), "Blocks of MXFP8 are 1 x 32"),
-        (lambda: MXFP8BlockScaling(fp8_format=Format.E2M1), "fp8_format is a format of 8 bits"),
-        (
-            lambda: MXFP8BlockScaling(backward_override="dequantized"),
-            "backward_override is None or 'high_precision'",
-        ),
-        (
-            lambda: NVFP4BlockScaling(fp4_format=Format.E4M3),
-            "Values of NVFP4 are in E2M1, their scales in E4M3",
-        ),
-        (
-            lambda: NVFP4BlockScaling(fp8_format=Format.HYBRID),
-            "Values of NVFP4 are in E2M1, their scales in E4M3",
-        ),
-        (
-            lambda: NVFP4BlockScaling(row_scaled_activation=True),
-            "A tensor has one scale in fp32, and its blocks reach 6",
-        ),
-        (
-            lambda: NVFP4BlockScaling(nvfp4_4over6="all"),
-            "A tensor has one scale in fp32, and its blocks reach 6",
-        ),
-        (
-            lambda: Float8CurrentScaling(fp8_quant_bwd_grad=QParams(stochastic_rounding=True)),
-            "Transforms and stochastic rounding are of NVFP4",
-        ),
+        (MXFP8BlockScaling, {"margin": 1}, "Scales of MXFP8 leave no margin"),
+        (MXFP8BlockScaling, {"enable_2d_quantization": True}, "Blocks of MXFP8 are 1 x 32"),
+        (MXFP8BlockScaling, {"fp8_format": Format.E2M1}, "fp8_format is a format of 8 bits"),
+        (MXFP8BlockScaling, {"backward_override": "dequantized"}, "is None or 'high_precision'"),
+        (NVFP4BlockScaling, {"fp4_format": Format.E4M3}, VALUES),
+        (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, VALUES),
+        (NVFP4BlockScaling, {"row_scaled_activation": True}, ONE_SCALE),
+        (NVFP4BlockScaling, {"nvfp4_4over6": "all"}, ONE_SCALE),
+        (Float8CurrentScaling, {"fp8_quant_bwd_grad": RANDOM}, TRANSFORMS),
     ],
 )
-def test_refused(make: Callable[[], Recipe], text: str) -> None:
+def test_refused(recipe: type[Recipe], how: dict[str, Any], text: str) -> None:
     with pytest.raises(NotSupportedError, match=text):
-        make()
+        recipe(**how)
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")

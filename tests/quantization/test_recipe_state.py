@@ -178,7 +178,7 @@ def test_who_follows_a_recipe() -> None:
         "scales may be needed again"
     )
     with pytest.raises(ArgumentError, match=r"(?s)one of opfuser.recipe.*init_recipe_state.*None"):
-        opfuser.init_recipe_state(holder, None)  # type: ignore[arg-type]
+        opfuser.init_recipe_state(holder, None)
 
 
 def test_weights_stored_as_codes_have_state_with_them() -> None:
@@ -246,25 +246,40 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(
     assert_same(train(target, range(saved_after, 6), recipe), wanted)
 
 
-@pytest.mark.parametrize("first", ["calls", "evaluation"])
-def test_a_checkpoint_read_into_a_model_that_was_called(first: str, tmp_path: Path) -> None:
-    source, target = told(DELAYED), told(DELAYED)
+def evaluated(recipe: Recipe) -> Any:
+    made = told(recipe)
+    with torch.no_grad(), opfuser.autocast(recipe=recipe):
+        made(torch.ones(16, 32))
+    return made
+
+
+def trained(recipe: Recipe) -> Any:
+    made = told(recipe)
+    train(made, range(2, 4), recipe)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("load", "made"),
+    [
+        (by_checkpoint, trained),
+        (by_checkpoint, evaluated),
+        (by_checkpoint, told),
+        (by_state_dict, lambda recipe: model()),
+    ],
+)
+def test_what_a_checkpoint_is_read_into(
+    load: Callable[..., None], made: Callable[[Recipe], Any], tmp_path: Path
+) -> None:
+    """Models that were called, a copy of what was read in place, and what had no state."""
+    source, target = told(DELAYED), made(DELAYED)
     train(source, range(3), DELAYED)
-    if first == "calls":
-        train(target, range(2, 4), DELAYED)
-    else:
-        with torch.no_grad(), opfuser.autocast(recipe=DELAYED):
-            target(torch.ones(16, 32))
-    by_checkpoint(source, target, tmp_path)
-    assert_same(train(target, range(3, 6), DELAYED), train(source, range(3, 6), DELAYED))
-
-
-def test_a_copy_of_what_was_read_in_place(tmp_path: Path) -> None:
-    source, target = told(DELAYED), told(DELAYED)
-    train(source, range(2), DELAYED)
-    by_checkpoint(source, target, tmp_path)
+    load(source, target, tmp_path)
+    assert quantized(target) == ["1", "3"]
     twin = copy.deepcopy(target)
-    assert_same(train(twin, range(2, 5), DELAYED), train(source, range(2, 5), DELAYED))
+    wanted = train(source, range(3, 6), DELAYED)
+    for own in (target, twin):
+        assert_same(train(own, range(3, 6), DELAYED), wanted)
 
 
 @WAY
@@ -293,14 +308,6 @@ def test_scales_are_known_by_any_of_their_history(tmp_path: Path) -> None:
     target = model()
     target.load_state_dict(source.state_dict())
     assert target[1].quantization.known == [True] * 3
-
-
-def test_scales_of_a_checkpoint_stay_with_a_model_without() -> None:
-    source, target = told(DELAYED), model()
-    train(source, range(2), DELAYED)
-    target.load_state_dict(source.state_dict())
-    assert quantized(target) == ["1", "3"]
-    assert_same(train(target, range(2, 5), DELAYED), train(source, range(2, 5), DELAYED))
 
 
 def test_a_plain_checkpoint_loads_as_long_as_nothing_was_scaled() -> None:

@@ -22,7 +22,6 @@ from opfuser.core.recomputation import computed_again, parts_under_way
 from opfuser.errors import RecomputationError
 from opfuser.quantization import checkpointed
 from opfuser.quantization.quantizers import OperandQuantizer
-from opfuser.quantization.state import QuantizationState
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -32,12 +31,10 @@ from opfuser.recipe import (
     Recipe,
 )
 
-from .test_calls_between import Experts, recomputing, swiglu
+from .test_calls_between import DIM, Experts, X, recomputing, states, swiglu, warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 
-ROWS, DIM = 7, 128
-X = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
 DELAYED = DelayedScaling(amax_history_len=1)
 CURRENT = Float8CurrentScaling()
 RECIPES: dict[str, Recipe] = {
@@ -132,7 +129,6 @@ RUNS: dict[str, Run] = {
     "reentrant in reentrant": within(reentrant, reentrant),
     "hooks in another in hooks": within(by_hooks, within(by_another, by_hooks)),
 }
-each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
 def linears() -> nn.Module:
@@ -149,32 +145,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def states(model: nn.Module) -> list[QuantizationState]:
-    children = [child for module in model.modules() for child in module.children()]
-    return [m for m in children if isinstance(m, QuantizationState)]
-
-
-def warm(make: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
-    """A model after two steps."""
-    torch.manual_seed(0)
-    model = make()
-    for _ in range(2):
-        x = X.clone().requires_grad_()
-        with opfuser.autocast(recipe=recipe):
-            y = model(x)
-        y.backward(X)
-    model.zero_grad()
-    return model
-
-
 def results(model: nn.Module, run: Run, calls: Calls) -> list[Tensor]:
     """Gradients of all inputs and parameters, and the scales that are left."""
     inputs: list[Tensor] = []
 
     def call(x: Tensor) -> Tensor:
         inputs.append(x.clone().requires_grad_())
-        result: Tensor = run(model, inputs[-1])
-        return result
+        return run(model, inputs[-1])
 
     outputs = calls(call)
     found = [*outputs, *[x.grad for x in inputs], *[p.grad for p in model.parameters()]]
@@ -192,7 +169,7 @@ def assert_as_saved(make: Callable[[], nn.Module], recipe: Recipe, run: Run, cal
     assert len(got) == len(wanted)
     for ours, theirs in zip(got, wanted):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert not checkpointed._known
+    assert not checkpointed.is_any_known()
 
 
 def micro_batches(recipe: Recipe, order: tuple[int, ...]) -> Calls:
@@ -211,26 +188,6 @@ def micro_batches(recipe: Recipe, order: tuple[int, ...]) -> Calls:
 
 
 ORDERS = (0, 1, 2), (2, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("run", "name", "recipe", "order"),
-    [  # all pairs
-        ((by_hooks, reentrant)[(n + m) % 2], name, recipe, ORDERS[(n // 2 + m) % 2])
-        for n, name in enumerate(MODELS)
-        for m, recipe in enumerate(RECIPES)
-    ],
-)
-def test_several_forwards_before_backward(
-    run: Run, name: str, recipe: str, order: tuple[int, ...]
-) -> None:
-    calls = micro_batches(RECIPES[recipe], order)
-    assert_as_saved(MODELS[name], RECIPES[recipe], run, calls)
-
-
-@each_run
-def test_every_kind_of_checkpoint(run: Run) -> None:
-    assert_as_saved(linears, DELAYED, run, micro_batches(DELAYED, (2, 1, 0)))
 
 
 def fp8_then_plain(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -284,30 +241,6 @@ def nested_regions(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [y, z, w]
 
 
-NESTINGS: list[Calls] = [
-    fp8_then_plain,
-    plain_then_fp8,
-    evaluation_between,
-    two_recipes,
-    nested_regions,
-]
-
-
-NESTED: list[Run] = [by_hooks, reentrant, by_another, within(reentrant, by_hooks)]
-
-
-@pytest.mark.parametrize(
-    ("run", "name", "calls"),
-    [
-        (run, ("swiglu", "recomputing")[(n + m) % 2], calls)
-        for n, run in enumerate(NESTED)
-        for m, calls in enumerate(NESTINGS)
-    ],
-)
-def test_every_nesting_of_regions(run: Run, name: str, calls: Calls) -> None:
-    assert_as_saved(MODELS[name], DELAYED, run, calls)
-
-
 class OpensItself(nn.Module):
     """Computes in the region around it, in its own, and in none."""
 
@@ -327,18 +260,6 @@ class OpensItself(nn.Module):
         return given(around(x))
 
 
-OPENED = plain_then_fp8, fp8_then_plain, nested_regions
-
-
-@pytest.mark.parametrize(
-    ("run", "calls"),
-    [(run, OPENED[n % 3]) for n, run in enumerate(RUNS.values())]
-    + [(run, calls) for run in (by_hooks, reentrant) for calls in OPENED],
-)
-def test_regions_that_are_opened_within_a_checkpoint(run: Run, calls: Calls) -> None:
-    assert_as_saved(OpensItself, DELAYED, run, calls)
-
-
 def in_a_thread(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Autograd computes again in its own threads where there are GPUs."""
     with opfuser.autocast(recipe=DELAYED):
@@ -348,11 +269,6 @@ def in_a_thread(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
         thread.start()
         thread.join()
     return [y]
-
-
-@each_run
-def test_backward_in_another_thread(run: Run) -> None:
-    assert_as_saved(swiglu, DELAYED, run, in_a_thread)
 
 
 def twice(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -365,9 +281,42 @@ def twice(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [y]
 
 
-@pytest.mark.parametrize("run", [by_hooks, late, within(by_hooks, by_hooks)])
-def test_a_retained_graph(run: Run) -> None:
-    assert_as_saved(linears, DELAYED, run, twice)
+NESTINGS: list[Calls] = [
+    fp8_then_plain,
+    plain_then_fp8,
+    evaluation_between,
+    two_recipes,
+    nested_regions,
+]
+OPENED: list[Calls] = [plain_then_fp8, fp8_then_plain, nested_regions]
+NESTED: list[Run] = [by_hooks, reentrant, by_another, within(reentrant, by_hooks)]
+# Of models, recipes and kinds of checkpoints all pairs, but for those that differ in nothing.
+CASES: list[tuple[Run, Callable[[], nn.Module], Recipe, Calls]] = [
+    *(
+        ((by_hooks, reentrant)[(n + m) % 2], make, recipe, micro_batches(recipe, order))
+        for n, make in enumerate(MODELS.values())
+        for m, recipe in enumerate(RECIPES.values())
+        for order in [ORDERS[(n // 2 + m) % 2]]
+    ),
+    *((run, linears, DELAYED, micro_batches(DELAYED, (2, 1, 0))) for run in RUNS.values()),
+    *(
+        (run, (swiglu, recomputing)[(n + m) % 2], DELAYED, calls)
+        for n, run in enumerate(NESTED)
+        for m, calls in enumerate(NESTINGS)
+    ),
+    *((run, OpensItself, DELAYED, OPENED[n % 3]) for n, run in enumerate([*RUNS.values()][2:])),
+    *((run, OpensItself, DELAYED, calls) for run in (by_hooks, reentrant) for calls in OPENED),
+    *((run, swiglu, DELAYED, in_a_thread) for run in RUNS.values()),
+    *((run, linears, DELAYED, twice) for run in (by_hooks, late, RUNS["hooks in hooks"])),
+]
+
+
+@pytest.mark.parametrize(("run", "make", "recipe", "calls"), CASES)
+def test_a_checkpoint_changes_nothing(
+    run: Run, make: Callable[[], nn.Module], recipe: Recipe, calls: Calls
+) -> None:
+    """Several forwards before a backward, nested regions, other threads, graphs that are kept."""
+    assert_as_saved(make, recipe, run, calls)
 
 
 @pytest.mark.parametrize(

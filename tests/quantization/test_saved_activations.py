@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuser
 from opfuser.quantization.operation_state import state_of
 from opfuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from tests.basic.values import saved_by
 from tests.quantization.test_values import each_recipe, error, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -56,15 +57,8 @@ def saving(recipe: Recipe) -> Recipe:
 
 def saved(model: Any, x: Tensor, recipe: Recipe) -> list[Tensor]:
     """What is held for backward besides parameters."""
-    held: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        held.append(t)
-        return t
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with hooks, opfuser.autocast(recipe=recipe):
-        model(x)
+    with opfuser.autocast(recipe=recipe):
+        held = saved_by(lambda: model(x))
     parameters = {p.data_ptr() for p in model.parameters()}
     return [t for t in held if t.data_ptr() not in parameters]
 
@@ -318,8 +312,7 @@ def test_checkpoints_save_the_same_again() -> None:
         want = results(model, x, [*model.parameters()], dy)
 
         def again(x: Tensor) -> Tensor:
-            y: Tensor = checkpoint(model, x, use_reentrant=False)
-            return y
+            return checkpoint(model, x, use_reentrant=False)
 
         got = results(again, x, [*model.parameters()], dy)
     for one, other in zip(got, want, strict=True):

@@ -38,9 +38,7 @@ def call(seq: Any, x: Tensor = X, recipe: Recipe = RECIPES[0]) -> None:
 
 
 def state(seq: Any) -> QuantizationState:
-    found = seq[0].quantization
-    assert isinstance(found, QuantizationState)
-    return found
+    return seq[0].quantization
 
 
 def used_scale(seq: Any, recipe: Recipe = RECIPES[0]) -> float:
@@ -48,7 +46,6 @@ def used_scale(seq: Any, recipe: Recipe = RECIPES[0]) -> float:
     with opfuser.autocast(recipe=recipe):
         scaling = OperandQuantizer(seq[0], recipe).given("input")
     assert isinstance(scaling, TensorScaling)
-    assert scaling.scale is not None
     return scaling.scale.item()
 
 
@@ -153,7 +150,7 @@ def test_one_launch_updates_all_that_live() -> None:
         gc.collect()
         with recorded() as launches:
             update_scales()
-        return [one.grid[0] for one in launches if one.tensors[0].get_device() < 0]  # type: ignore[union-attr]
+        return [one.grid[0] for one in launches if one.tensors[0].get_device() < 0]
 
     others = sum(programs())
     seqs = [sequence() for _ in range(3)]

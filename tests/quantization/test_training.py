@@ -18,9 +18,12 @@ from opfuser.recipe import DelayedScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
-STEPS, WARM_UP, BATCH, SEQUENCE = 300, 30, 4, 64
-# With 1e-3 the same run in bf16 and in fp32 differs by 0.25 %, half of what is asked of FP8; with
-# 5e-4 by 0.001 %.
+STEPS, WARM_UP, LAST, BATCH, SEQUENCE = 100, 10, 30, 4, 64
+# Adam's steps are the same, but gradients that are not scaled lose what is below the smallest code
+# within few steps: with scales of 1 the loss falls behind by 8.5 %, and by 0.9 % in 150 steps else.
+FACTOR = 2.0**-6
+# With 1e-3 a run of 300 steps in bf16 and in fp32 differs by 0.25 %, half of what is asked of FP8;
+# with 5e-4 by 0.001 %.
 RATE = 5e-4
 CLOSE = 0.005
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -42,7 +45,7 @@ class Run(NamedTuple):
             data = training_batch(text(), BATCH, SEQUENCE, seed=0, step=step)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = self.model(*data)
-            loss.backward()
+            (FACTOR * loss).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.item())
@@ -61,13 +64,13 @@ def start(recipe: Recipe | None) -> Run:
 
 
 def mean(losses: list[float]) -> float:
-    """Of the last 50 losses.
+    """Of the last losses.
 
-    All runs see the same batches, so that their difference is that of the models. The mean over 50
-    states of the weights varies less than the loss of the last one: between bf16 and fp32 by 0.001
-    %, as on held-out text, between bf16 and delayed scaling by 0.01 %, on held-out text by 0.03 %.
+    All runs see the same batches, so that their difference is that of the models. The mean over
+    several states of the weights varies less than the loss of the last one: here between bf16 and
+    all recipes by 0.01 to 0.02 %, after 150 steps by 0.03 to 0.06 %.
     """
-    return sum(losses[-50:]) / 50
+    return sum(losses[-LAST:]) / LAST
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +80,9 @@ def bf16() -> list[float]:
 
 @pytest.mark.slow
 @by_recipe
-def test_300_steps_end_at_the_loss_of_bf16(name: str, bf16: list[float]) -> None:
+def test_100_steps_end_at_the_loss_of_bf16(name: str, bf16: list[float]) -> None:
     assert bf16[0] > 5
-    assert mean(bf16) < 2.5
+    assert mean(bf16) < 3.0
     losses = start(RECIPES[name]).train(0, STEPS)
     assert mean(losses) == pytest.approx(mean(bf16), rel=CLOSE)
 
@@ -88,11 +91,8 @@ def test_300_steps_end_at_the_loss_of_bf16(name: str, bf16: list[float]) -> None
 def test_scales_that_stay_1_miss_the_loss_of_bf16(
     bf16: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison finds faults: here gradients are lost below the smallest number.
-
-    The loss falls behind slowly: by 0.8 % after 150 steps, by 2.2 % after all.
-    """
+    """The comparison finds faults: here gradients are lost below the smallest number."""
     monkeypatch.setattr(scale_updates, "update_scales", lambda: None)
     monkeypatch.setattr(state.QuantizationState, "knows", lambda self, role: True)
     losses = start(DelayedScaling()).train(0, STEPS)
-    assert mean(losses) > (1 + 2 * CLOSE) * mean(bf16)
+    assert mean(losses) > (1 + 10 * CLOSE) * mean(bf16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from opfuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from tests.basic.values import saved_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 
@@ -141,7 +141,6 @@ def test_a_block_is_as_close_as_its_format(recipe: Recipe, fused: bool) -> None:
             with opfuser.autocast(recipe=recipe):
                 got = results(model, x, [*model.parameters()], dy)
     plan = model.last_plan
-    assert plan is not None
     assert plan.quantized == (2, 5)
     assert plan.high_precision == ()
     assert ("norm_linear" in plan.fused("forward")) == fused
@@ -149,38 +148,59 @@ def test_a_block_is_as_close_as_its_format(recipe: Recipe, fused: bool) -> None:
         assert error(result, true) < BOUNDS.get(type(recipe), 0.125)
 
 
+class Groups(nn.Module):
+    """Three, of which one has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.op = opfuser.GroupedLinear(3, 128, 128)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.op(x, torch.tensor([2, 0, 3]))
+
+
+LINEARS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: opfuser.Linear(128, 128),
+    "groups": Groups,
+}
+each_linear = pytest.mark.parametrize("name", LINEARS)
+
+
+@each_linear
 @pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
-def test_modes_of_each_gemm(mode: str) -> None:
+def test_modes_of_each_gemm(mode: str, name: str) -> None:
     """What is left in high precision is exact; the others are not."""
-    model = opfuser.Sequential(opfuser.BasicLinear(48, 32, dtype=torch.float32))
-    x, dy = torch.randn(5, 48, requires_grad=True), torch.randn(5, 32)
-    plain = results(model, x, [*model.parameters()], dy)
+    model = LINEARS[name]()
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    x, dy = torch.randn(5, 128, requires_grad=True), torch.randn(5, 128)
+    plain = results(model, x, weights, dy)
     only: Any = {mode: "bf16"}
     with opfuser.autocast(recipe=Float8CurrentScaling(**only)):
-        got = results(model, x, [*model.parameters()], dy)
-    found = [error(own, true.double()) for own, true in zip(got, plain)]
+        got = results(model, x, weights, dy)
+    y, dx, *dws = (error(own, true.double()) for own, true in zip(got, plain))
+    found = [y, dx, max(dws)]
     at = ["fprop", "dgrad", "wgrad"].index(mode)
     assert found[at] < 1e-6
     assert all(e > 1e-3 for n, e in enumerate(found) if n != at)
 
 
+@each_linear
 @every_recipe
-@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
-def test_one_gradient_alone(recipe: Recipe, wanted: str) -> None:
-    """It is the one that all three together give."""
-    model, x = opfuser.Sequential(opfuser.Linear(128, 128)), torch.randn(5, 128)
-    dy = torch.randn(5, 128)
-    grads = []
-    for alone in (False, True):
-        own = copy.deepcopy(model)
-        tensors = {"x": x.clone(), **dict(own[0].named_parameters())}
-        for name, t in tensors.items():
-            t.requires_grad_(not alone or name == wanted)
+def test_one_gradient_alone(recipe: Recipe, name: str) -> None:
+    """It is the one that all together give."""
+    model, x, dy = LINEARS[name](), torch.randn(5, 128), torch.randn(5, 128)
+    tensors = [x, *model.parameters()]
+
+    def grads(wanted: Sequence[Tensor]) -> list[Tensor]:
+        for t in tensors:
+            t.requires_grad_(any(t is w for w in wanted))
         torch.manual_seed(0)  # of stochastic rounding
         with opfuser.autocast(recipe=recipe):
-            y = own(tensors["x"])
-        grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])
-    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+            y = model(x)
+        return list(torch.autograd.grad(y, wanted, dy))
+
+    for t, whole in zip(tensors, grads(tensors)):
+        torch.testing.assert_close(*grads([t]), whole, rtol=1e-6, atol=1e-6)
 
 
 @every_recipe
@@ -204,16 +224,8 @@ def test_what_is_not_finite_stays_so() -> None:
 
 def test_saves_one_byte_for_each_input() -> None:
     model = opfuser.Sequential(opfuser.BasicLinear(64, 64), opfuser.BasicLinear(64, 64))
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    x = torch.randn(128, 64)
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with hooks, opfuser.autocast(recipe=CURRENT):
-        model(x)
+    with opfuser.autocast(recipe=CURRENT):
+        saved = saved_by(lambda: model(torch.randn(128, 64)))
     weights = {p.data_ptr() for p in model.parameters()}
     sizes = [t.nbytes for t in saved if t.data_ptr() not in weights]
     # The second weight is rounded again in backward, from its largest value.

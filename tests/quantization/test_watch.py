@@ -237,11 +237,10 @@ def test_what_fused_operations_hand_on_is_told_too(recipe: Recipe) -> None:
             y.backward(torch.ones(9, 128))
         grads = [y.detach(), own.grad, *(p.grad for p in seq.parameters())]
         seq.zero_grad()
-        return grads  # type: ignore[return-value]
+        return grads
 
     gradients(contextlib.nullcontext())
     plain = gradients(contextlib.nullcontext())
-    assert seq.last_plan is not None
     assert seq.last_plan.edges
     with opfuser.watch_quantization(seq) as told:
         watched_ = gradients(contextlib.nullcontext())

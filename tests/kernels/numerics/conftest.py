@@ -1,7 +1,8 @@
 """Numerics of kernels and of their plain twins: each test holds both to the same.
 
-On a CPU it is plain torch, all at once and block by block; in the process that test_interpreter.py
-starts, kernels under Triton's interpreter; and where there is a GPU, kernels there.
+On a CPU it is plain torch, all at once, and block by block where it does that; in the processes
+that test_interpreter.py starts, kernels under Triton's interpreter; and where there is a GPU,
+kernels there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,20 @@ def device(device: torch.device, request: pytest.FixtureRequest) -> torch.device
     return device
 
 
-@pytest.fixture(params=["kernels"] if INTERPRETED else ["at once", "block by block"], autouse=True)
+# Whose plain torch works on large tensors block by block.
+IN_BLOCKS = ("activation", "cross_entropy", "gated", "norm", "pointwise", "rotary")
+IN_BLOCKS += ("vocabulary_slices",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    ways = ["kernels"] if INTERPRETED else ["at once"]
+    family = metafunc.module.__name__.rpartition("test_")[2]
+    if not INTERPRETED and family in IN_BLOCKS:
+        ways.append("block by block")
+    metafunc.parametrize("way", ways, indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "block by block":
         small_blocks(monkeypatch)

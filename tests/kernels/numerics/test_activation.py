@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from opfuser.kernels import activation, tiling
+from opfuser.kernels import tiling
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp
 from opfuser.kernels.functions import Relu, Swish
-from opfuser.kernels.launch import runs
+from opfuser.kernels.launch import recorded, runs
 from opfuser.kernels.scalar import ScalarFunction
 from opfuser.torch_internals import CLAMP_PASSES_AT_LIMITS
 from tests.kernels.activations import (
@@ -128,11 +127,8 @@ def test_layouts(x_layout: str, dy_layout: str, device: torch.device) -> None:
         dy = tensor(*shape, dtype=torch.float32, device=device, layout=dy_layout)
         bias = torch.randn(24, device=device) if with_bias else None
         check_activation(Swish(), x, dy, bias, f"{shape}, bias {with_bias}")
-
-
-def test_vectors_with_gaps(device: torch.device) -> None:
     x, dy = torch.randn(2, 9, 2, device=device).select(-1, 0)
-    check_activation(Swish(), x, dy, torch.randn(9, device=device))
+    check_activation(Swish(), x, dy, torch.randn(9, device=device), "vectors with gaps")
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -148,16 +144,17 @@ def test_only_what_is_wanted(with_bias: bool, device: torch.device) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("slices", [1, 2, 3, 19])
+@pytest.mark.parametrize(("rows", "slices"), [(90, 1), (190, 2), (200, 3), (800, 8)])
 def test_partial_sums_of_any_number_of_slices(
-    slices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, slices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation, "_SUMS", replace(activation._SUMS, min_rows=1, programs=1))
-    monkeypatch.setattr(tiling, "multiprocessors", lambda x: 2 * slices)  # of two blocks of columns
-    activation._rows_launch.cache_clear()
-    x = tensor(170, 130, dtype=torch.float32, device=device)  # 22 tiles
+    """One for every 96 rows, but no more than there are programs for each of two blocks."""
+    monkeypatch.setattr(tiling, "multiprocessors", lambda x: 1)
+    x = tensor(rows, 130, dtype=torch.float32, device=device)
+    with recorded() as noted:
+        activation_backward(x, x, Relu().spec, None, True, True, False)
+    assert noted[0].ints[-1] == slices
     check_activation(Relu(), x, torch.randn_like(x), None)
-    activation._rows_launch.cache_clear()
 
 
 def test_sums_lose_nothing(device: torch.device) -> None:
@@ -166,20 +163,14 @@ def test_sums_lose_nothing(device: torch.device) -> None:
     assert db.tolist() == [torch.tensor(5000.0).bfloat16().item()] * 8
 
 
-def test_without_rows_sums_are_zero(device: torch.device) -> None:
-    x, bias = torch.randn(0, 8, device=device), torch.randn(8, device=device)
-    assert activation_forward(x, Swish().spec, bias).shape == (0, 8)
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_nothing_to_do(shape: tuple[int, int], device: torch.device) -> None:
+    x, bias = torch.randn(shape, device=device), torch.randn(shape[1], device=device)
+    assert activation_forward(x, Swish().spec, bias).shape == shape
     for b in (bias, None):
         dx, db, y = activation_backward(x, x, Swish().spec, b, True, True, True)
-        assert dx.shape == y.shape == (0, 8)
-        assert db.tolist() == [0] * 8
-
-
-def test_without_columns(device: torch.device) -> None:
-    x = torch.randn(3, 0, device=device)
-    assert activation_forward(x, Swish().spec, x[0]).shape == (3, 0)
-    results = activation_backward(x, x, Swish().spec, x[0], True, True, True)
-    assert [t.shape for t in results] == [(3, 0), (0,), (3, 0)]
+        assert dx.shape == y.shape == shape
+        assert db.tolist() == [0] * shape[1]
 
 
 def test_a_scalar(device: torch.device) -> None:

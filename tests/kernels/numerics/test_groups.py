@@ -18,7 +18,15 @@ from opfuser.kernels.quantize import (
     TensorScaling,
     quantize_by_squares,
 )
-from tests.kernels.codes import FORMATS, NAN_CODE, assert_scales, expected, expected_scale, inverse
+from tests.kernels.codes import (
+    FORMATS,
+    assert_scales,
+    bits,
+    expected,
+    expected_scale,
+    inverse,
+    is_wanted,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -65,11 +73,6 @@ def bounds(sizes: list[int]) -> list[tuple[slice, slice]]:
     ]
 
 
-def bits_of(codes: Tensor) -> Tensor:
-    found = codes.cpu()
-    return torch.where(found.float().isnan(), NAN_CODE, found.view(torch.uint8))
-
-
 def scale_for(values: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     """Of the largest value along the last dimension."""
     most = values.abs().amax(-1) if values.shape[-1] else values.new_zeros(values.shape[:-1])
@@ -80,22 +83,20 @@ def scale_for(values: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
 def check_vectors(x: Tensor, made: Codes, sizes: list[int], scaling: VectorScaling) -> None:
     values, (dtype, power) = x.cpu().float(), scaling
     if made.rows is not None:
-        assert made.row_scale is not None
         assert made.rows.shape == x.shape
         s = scale_for(values, dtype, power)
         assert_scales(made.row_scale, inverse(s))
-        assert torch.equal(bits_of(made.rows), expected(values, s[:, None], dtype))
+        assert torch.equal(bits(made.rows), expected(values, s[:, None], dtype))
     if made.cols is not None:
-        assert made.col_scale is not None
         assert made.cols.shape[1] % 128 == 0
         scales = []
         for at, padded in bounds(sizes):
             s = scale_for(values[at].t(), dtype, power)
             scales.append(inverse(s))
-            bits = bits_of(made.cols)[:, padded]
+            found = bits(made.cols)[:, padded]
             size = at.stop - at.start
-            assert torch.equal(bits[:, :size], expected(values[at].t(), s[:, None], dtype))
-            assert not bits[:, size:].any()
+            assert torch.equal(found[:, :size], expected(values[at].t(), s[:, None], dtype))
+            assert not found[:, size:].any()
         assert_scales(made.col_scale, torch.cat(scales))
 
 
@@ -130,7 +131,7 @@ def test_a_scale_for_each_row_and_column(
     x, ends = matrix(sum(sizes), features, device, source), ends_of(sizes, device)
     for rows, cols in ((True, True), (True, False), (False, True)):
         made = quantize_groups(x, Grouped(len(sizes), ends), scaling, rows=rows, cols=cols)
-        assert [t is not None for t in made] == [rows, rows, cols, cols, False]
+        is_wanted(made, rows, cols)
         check_vectors(x, made, sizes, scaling)
 
 
@@ -143,9 +144,7 @@ def test_rows_that_are_not_finite_or_zero(device: torch.device) -> None:
         x.to(device), Grouped(2, ends_of(sizes, device)), VectorScaling(E4M3), rows=True, cols=True
     )
     check_vectors(x, made, sizes, VectorScaling(E4M3))
-    assert made.row_scale is not None
     assert made.row_scale.isnan().tolist() == [False, True, False, True, False]
-    assert made.col_scale is not None
     assert made.col_scale.isnan().nonzero().flatten().tolist() == [4, 32 + 7]
 
 
@@ -159,15 +158,13 @@ def test_one_scale_is_that_of_every_row(
     scaling: Any = MeasuredScaling(most, E5M2) if measured else TensorScaling(most, E5M2, seen)
     made = quantize_groups(x, Grouped(len(sizes), ends), scaling, rows=True, cols=True)
     s = torch.tensor(expected_scale(3.0, E5M2, False)) if measured else torch.tensor(3.0)
-    assert made.rows is not None
-    assert made.cols is not None
-    bits = expected(x, s, E5M2)
-    assert torch.equal(bits_of(made.rows), bits)
+    want = expected(x, s, E5M2)
+    assert torch.equal(bits(made.rows), want)
     assert_scales(made.row_scale, inverse(s).expand(len(x)).contiguous())
     assert_scales(made.col_scale, inverse(s).expand(len(sizes) * 80).contiguous())
     for at, padded in bounds(sizes):
-        found = bits_of(made.cols)[:, padded]
-        assert torch.equal(found[:, : at.stop - at.start], bits[at].t())
+        found = bits(made.cols)[:, padded]
+        assert torch.equal(found[:, : at.stop - at.start], want[at].t())
         assert not found[:, at.stop - at.start :].any()
     if not measured:
         assert seen.item() == (x.abs().max().item() if len(x) else 0)
@@ -187,15 +184,13 @@ def test_matrices_of_one_size_need_no_ends(scales: str, rows: int, device: torch
     own = torch.tensor([1.0, 2.0, 4.0] if scales == "own" else [2.0], device=device)
     made = quantize_groups(x, Grouped(count), TensorScaling(own, E4M3), rows=True, cols=True)
     s = own.cpu().expand(count).repeat_interleave(rows)
-    assert made.rows is not None
-    assert made.cols is not None
-    bits = expected(x, s[:, None], E4M3)
-    assert torch.equal(bits_of(made.rows), bits)
+    want = expected(x, s[:, None], E4M3)
+    assert torch.equal(bits(made.rows), want)
     assert_scales(made.row_scale, inverse(s))
     assert_scales(made.col_scale, inverse(own.cpu().expand(count).repeat_interleave(features)))
     assert made.cols.shape == (features, count * -(-rows // 128) * 128)
     for at, padded in bounds(sizes):
-        assert torch.equal(bits_of(made.cols)[:, padded][:, :rows], bits[at].t())
+        assert torch.equal(bits(made.cols)[:, padded][:, :rows], want[at].t())
 
 
 @each_routing_with(
@@ -208,17 +203,14 @@ def test_blocks(sizes: list[int], scaling: BlockScaling, device: torch.device) -
     x, ends = matrix(sum(sizes), 256, device, torch.bfloat16), ends_of(sizes, device)
     made = quantize_groups(x, Grouped(len(sizes), ends), scaling, rows=True, cols=True)
     values, (dtype, power, squares) = x.cpu().float(), scaling
-    assert made.rows is not None
-    assert made.cols is not None
-    assert made.col_scale is not None
     blocks = values.unflatten(1, (-1, 128))
     s = scale_for(blocks, dtype, power)
     assert_scales(made.row_scale, inverse(s.t().contiguous()))
-    assert torch.equal(bits_of(made.rows), expected(blocks, s[:, :, None], dtype).flatten(1))
+    assert torch.equal(bits(made.rows), expected(blocks, s[:, :, None], dtype).flatten(1))
     for at, padded in bounds(sizes):
         own = torch.zeros(padded.stop - padded.start, 256)
         own[: at.stop - at.start] = values[at]
-        found = bits_of(made.cols)[:, padded]
+        found = bits(made.cols)[:, padded]
         for n, block in enumerate(own.split(128), padded.start // 128):
             here = slice(128 * n - padded.start, 128 * (n + 1) - padded.start)
             if squares:
@@ -309,14 +301,14 @@ def test_products_of_vectors(
     dyq = quantize_groups(dy, Grouped(count, ends), VectorScaling(formats[0]), **both)
     for codes in (xq, dyq, wq):
         assert None not in codes[:4]
-    of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)  # type: ignore[arg-type]
+    of_x, of_dy = of_rows(xq.rows, xq.row_scale), of_rows(dyq.rows, dyq.row_scale)
 
-    padded = wq.cols.shape[1] // count  # type: ignore[union-attr]
-    b: Any = wq.rows.view(count, n, k)  # type: ignore[union-attr]
-    bt: Any = wq.cols.view(k, count, padded)[:, :, :n].transpose(0, 1)  # type: ignore[union-attr]
+    padded = wq.cols.shape[1] // count
+    b: Any = wq.rows.view(count, n, k)
+    bt: Any = wq.cols.view(k, count, padded)[:, :, :n].transpose(0, 1)
     given: Any = (
-        (xq.rows, b, xq.row_scale, wq.row_scale.view(count, n)),  # type: ignore[union-attr]
-        (dyq.rows, bt, dyq.row_scale, wq.col_scale.view(count, k)),  # type: ignore[union-attr]
+        (xq.rows, b, xq.row_scale, wq.row_scale.view(count, n)),
+        (dyq.rows, bt, dyq.row_scale, wq.col_scale.view(count, k)),
         (dyq.cols, xq.cols, dyq.col_scale, xq.col_scale),
     )
     y = rows_by_matrices(*given[0], ends, dtype, split=split)
@@ -327,8 +319,8 @@ def test_products_of_vectors(
         wg = of_rows(b[g], given[0][3][g])
         assert_product(y[at], of_x[at], wg, dtype)
         assert_product(dx[at], of_dy[at], of_rows(bt[g], given[1][3][g]), dtype)
-        left = of_rows(dyq.cols[:, of_cols], dyq.col_scale.view(count, n)[g])  # type: ignore[index,union-attr]
-        right = of_rows(xq.cols[:, of_cols], xq.col_scale.view(count, k)[g])  # type: ignore[index,union-attr]
+        left = of_rows(dyq.cols[:, of_cols], dyq.col_scale.view(count, n)[g])
+        right = of_rows(xq.cols[:, of_cols], xq.col_scale.view(count, k)[g])
         assert_product(dw[g], left, right, dtype)
 
 
@@ -425,13 +417,11 @@ def test_rows_that_are_gathered(
     copied = quantize_groups(x[sources], Grouped(len(sizes), ends), scaling, **how)
     used = bounds(sizes)[-1][1].stop
     for own, other in ((made.rows, copied.rows), (made.cols, copied.cols)):
-        assert own is not None
-        assert other is not None
-        assert torch.equal(bits_of(own)[:, :used], bits_of(other)[:, :used])
-    assert_scales(made.row_scale, copied.row_scale.cpu())  # type: ignore[union-attr]
+        assert torch.equal(bits(own)[:, :used], bits(other)[:, :used])
+    assert_scales(made.row_scale, copied.row_scale.cpu())
     if not isinstance(scaling, BlockScaling):
-        assert_scales(made.col_scale, copied.col_scale.cpu())  # type: ignore[union-attr]
+        assert_scales(made.col_scale, copied.col_scale.cpu())
     else:
         own, other = made.col_scale, copied.col_scale
         blocks = used // 128
-        torch.testing.assert_close(own[:, :blocks], other[:, :blocks], rtol=0, atol=0)  # type: ignore[index]
+        torch.testing.assert_close(own[:, :blocks], other[:, :blocks], rtol=0, atol=0)

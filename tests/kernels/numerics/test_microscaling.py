@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -25,7 +24,18 @@ from opfuser.kernels.microscaling_plain import (
 )
 from opfuser.kernels.quantize import Codes, amax_of
 from tests.kernels.activations import LAYOUTS, tensor
-from tests.kernels.codes import E4M3, E5M2, NAN_CODE, TOP, assert_codes, expected, padded
+from tests.kernels.codes import (
+    E4M3,
+    E5M2,
+    NAN_CODE,
+    TOP,
+    assert_codes,
+    assert_scales,
+    expected,
+    is_wanted,
+    padded,
+    uneven,
+)
 from tests.kernels.numerics.test_groups import bounds
 
 INF, NAN = math.inf, math.nan
@@ -36,17 +46,17 @@ HUGE = torch.finfo(torch.float32).max
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def linear(scales: Tensor, rows: int, blocks: int, padding: int) -> Tensor:
-    """Bytes of scales by row and block; what fills tiles up is ``padding``.
-
-    Where cuBLAS reads them: tiles of 128 rows and 4 blocks, of 512 bytes, by rows.
-    """
-    bytes_ = scales.cpu().view(torch.uint8)
-    across = -(-blocks // 4)
-    assert len(bytes_) == -(-rows // 128) * across * 512
+def places(rows: int, blocks: int) -> Tensor:
+    """Where cuBLAS reads scales: tiles of 128 rows and 4 blocks, of 512 bytes, by rows."""
     row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
-    at = 512 * (row // 128 * across + block // 4)
-    at = at + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+    at = 512 * (row // 128 * -(-blocks // 4) + block // 4)
+    return at + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+def linear(scales: Tensor, rows: int, blocks: int, padding: int) -> Tensor:
+    """Bytes of scales by row and block; what fills tiles up is ``padding``."""
+    bytes_, at = scales.cpu().view(torch.uint8), places(rows, blocks)
+    assert len(bytes_) == -(-rows // 128) * -(-blocks // 4) * 512
     rest = torch.ones(len(bytes_), dtype=torch.bool)
     rest[at] = False
     assert rest.sum() == len(bytes_) - rows * blocks
@@ -68,16 +78,6 @@ def in_padding(name: str, shape: torch.Size, rows: int) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     (mask if name == "rows" else mask.t())[rows:] = True
     return mask
-
-
-def is_wanted(made: Codes, rows: bool, cols: bool, column_sum: bool = False) -> None:
-    assert [t is not None for t in made] == [rows, rows, cols, cols, column_sum]
-
-
-def uneven(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows and columns of various sizes, so that no two blocks have one scale."""
-    x = torch.randn(rows, cols) * torch.randn(rows, 1).exp() * torch.randn(cols).exp()
-    return x.to(device, dtype)
 
 
 def exponents(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,13 +147,7 @@ def check_nvfp4(x: Tensor, made: Codes, amax: float, squares: bool = False) -> N
         found = linear(scales[:-TAIL], *want.shape, 0)
         nan = (found & NAN_CODE) == NAN_CODE
         assert torch.equal(torch.where(nan, NAN_CODE, found), want), name
-        torch.testing.assert_close(
-            tensor_scale(codes.cpu(), scales.cpu()),
-            torch.tensor([g]),
-            rtol=0,
-            atol=0,
-            equal_nan=True,
-        )
+        assert_scales(tensor_scale(codes.cpu(), scales.cpu()), torch.tensor([g]), name)
         bits = nearest((blocks * factor.unsqueeze(2)).flatten(1))
         bits[in_padding(name, bits.shape, x.shape[0])] = 0
         assert torch.equal(unpacked(codes), bits), name
@@ -166,32 +160,6 @@ CASES = [
     ((129, 160), torch.float16, (False, True), "columns apart"),
     ((257, 64), torch.float32, (True, True), "rows apart"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("shape", "source", "wanted", "layout", "dtype"),
-    [(*case, dtype) for case, dtype in zip(CASES, itertools.cycle([E4M3, E5M2]))],
-    ids=str,
-)
-def test_mxfp8(
-    shape: tuple[int, int],
-    source: torch.dtype,
-    wanted: tuple[bool, bool],
-    layout: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    x = in_layout(uneven(*shape, source, device), layout)
-    rows, cols = wanted
-    made = quantize_mxfp8(x, dtype, rows=rows, cols=cols)
-    is_wanted(made, rows, cols)
-    check_mxfp8(x, made, dtype)
-
-
-def in_layout(x: Tensor, layout: str) -> Tensor:
-    if layout == "rows apart":
-        return torch.cat((x, torch.full_like(x, NAN)), 1)[:, : x.shape[1]]
-    return x.t().contiguous().t() if layout == "columns apart" else x
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -219,7 +187,7 @@ def test_scales_of_mxfp8_are_the_least_that_do_not_saturate(
 
 @pytest.mark.parametrize("squares", [False, True])
 @pytest.mark.parametrize(("shape", "source", "wanted", "layout"), CASES, ids=str)
-def test_nvfp4(
+def test_values(
     shape: tuple[int, int],
     source: torch.dtype,
     wanted: tuple[bool, bool],
@@ -227,13 +195,17 @@ def test_nvfp4(
     squares: bool,
     device: torch.device,
 ) -> None:
-    x = in_layout(uneven(*shape, source, device), layout)
+    x = uneven(*shape, source, device, layout)
     rows, cols = wanted
     made = quantize_nvfp4(x, amax_of(x), rows=rows, cols=cols, squares=squares)
     is_wanted(made, rows, cols)
     check_nvfp4(x, made, amax_of(x).item(), squares)
     if squares and rows and cols:
         assert torch.equal(unpacked(made.rows)[: len(x)], unpacked(made.cols).t()[: len(x)])
+    dtype = E5M2 if squares else E4M3
+    made = quantize_mxfp8(x, dtype, rows=rows, cols=cols)
+    is_wanted(made, rows, cols)
+    check_mxfp8(x, made, dtype)
 
 
 def test_every_value_of_e2m1_its_ties_and_their_neighbors(device: torch.device) -> None:
@@ -328,13 +300,8 @@ def bytes_of(codes: Tensor) -> Tensor:
 
 def by_block(codes: Tensor, scale: Tensor) -> Tensor:
     """Bytes of scales by row and block, of as many rows as there are codes."""
-    is_fp4 = codes.dtype == FP4
-    rows, blocks = codes.shape[0], codes.shape[1] // (8 if is_fp4 else 32)
-    count = -(-rows // 128) * -(-blocks // 4) * 512
-    bytes_ = scale.cpu().view(torch.uint8)[:count]
-    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
-    at = 512 * (row // 128 * -(-blocks // 4) + block // 4)
-    return bytes_[at + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+    blocks = codes.shape[1] // (8 if codes.dtype == FP4 else 32)
+    return scale.cpu().view(torch.uint8)[places(codes.shape[0], blocks)]
 
 
 def assert_part(
@@ -436,18 +403,13 @@ def test_values_of_every_code(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def values_of_bytes(packed: Tensor) -> Tensor:
-    grid = torch.tensor(GRID, dtype=torch.float64)
-    nibbles = torch.stack((packed & 15, packed >> 4), 2).flatten(1).long()
-    return grid[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+    nibbles = unpacked(packed).long()
+    return torch.tensor(GRID, dtype=torch.float64)[nibbles & 7] * (1 - 2 * (nibbles >> 3))
 
 
 def test_a_transform_leaves_products_as_they_are() -> None:
     h = hadamard()
     torch.testing.assert_close(h @ h.t(), torch.eye(16, dtype=torch.float64))
-
-
-def decoded(codes: Tensor) -> Tensor:
-    return values_of(codes.cpu()).double()
 
 
 def test_stochastic_rounding_is_right_on_average(device: torch.device) -> None:
@@ -457,7 +419,7 @@ def test_stochastic_rounding_is_right_on_average(device: torch.device) -> None:
     seed = torch.tensor([2**62 + 5], device=device)
     amax = torch.full((1,), 6.0, device=device)
     made = quantize_nvfp4(x.to(device), amax, rows=True, cols=False, seed=seed)
-    got = decoded(made.rows)
+    got = values_of(made.rows.cpu()).double()
     grid = torch.tensor(sorted({-v for v in GRID} | set(GRID)), dtype=torch.float64)
     above = grid[torch.searchsorted(grid, x[0].double().contiguous()).clamp(max=len(grid) - 1)]
     step = torch.where(x[0].abs() < 2, 0.5, torch.where(x[0].abs() < 4, 1.0, 2.0)).double()
@@ -468,7 +430,7 @@ def test_stochastic_rounding_is_right_on_average(device: torch.device) -> None:
     exact = torch.isin(x[0].double(), grid)
     assert (got[:, exact] == x[:, exact].double()).all()
     other = quantize_nvfp4(x.to(device), amax, rows=True, cols=False, seed=seed + 1)
-    same = (got == decoded(other.rows)).double().mean()
+    same = (got == values_of(other.rows.cpu()).double()).double().mean()
     assert 0.4 < same < 0.8, "another seed, other numbers"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels import column_sums, norm, norm_launch
+from opfuser.kernels import norm, norm_launch
 from opfuser.kernels.launch import INTERPRETED, recorded
 from tests.kernels.norms import (
     EPS,
@@ -30,14 +30,22 @@ KINDS = RMS, LAYER, NO_BIAS = ["rms", "layer", "layer without bias"]
 WIDE, WIDE_BACK = 16401, 8200
 
 
+def add_up(parts: Tensor, totals: Sequence[Tensor], counts: Sequence[int]) -> None:
+    """As ``sum_columns``, which test_sums.py tests."""
+    for total, rows in zip(totals, parts.flatten(0, -2).split(tuple(counts))):
+        total.copy_(rows.sum(0))
+
+
 @pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter takes milliseconds per program, and most would be of the reduction."""
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes milliseconds per program, and most would be of sums of long rows."""
     if INTERPRETED:
-        monkeypatch.setattr(column_sums, "_WIDE", column_sums._Tile(128, 1024, 4))
-    column_sums._launch.cache_clear()
-    yield
-    column_sums._launch.cache_clear()
+        by_kernel = norm_launch.sum_columns
+        monkeypatch.setattr(
+            norm_launch,
+            "sum_columns",
+            lambda parts, *rest: (add_up if parts.shape[-1] > 2048 else by_kernel)(parts, *rest),
+        )
 
 
 def check(case: Case) -> None:
@@ -69,37 +77,37 @@ def test_values_and_gradients(at: int, kind: str, device: torch.device) -> None:
     check(make(kind, SHAPES[at], dtype, device, add=add, centered=centered))
 
 
-@pytest.mark.parametrize(("kind", "cols"), [(RMS, 33), (LAYER, 33), (RMS, WIDE), (LAYER, WIDE)])
-def test_no_rows(kind: str, cols: int, device: torch.device) -> None:
-    check(make(kind, (0, cols), BF16, device, add=True))
-
-
-@pytest.mark.parametrize(("kind", "shape"), [(RMS, (7, 33)), (LAYER, (7, 33)), (LAYER, (2, WIDE))])
-def test_rows_that_are_apart(kind: str, shape: tuple[int, int], device: torch.device) -> None:
-    case = make(kind, shape, BF16, device, add=True, pitch=5)
-    assert not case.x.is_contiguous()
-    check(case)
+APART: dict[str, Any] = {"pitch": 5}
+OTHERS: list[tuple[str, tuple[int, int], torch.dtype, dict[str, Any]]] = [
+    *((kind, (0, cols), BF16, {}) for kind in (RMS, LAYER) for cols in (33, WIDE)),
+    (RMS, (7, 33), BF16, APART),
+    (LAYER, (7, 33), BF16, APART),
+    (LAYER, (2, WIDE), BF16, APART),
+    (RMS, (7, 40), BF16, {"parameters": FP32}),
+    (LAYER, (7, 40), FP32, {"parameters": BF16}),
+    (LAYER, (7, 40), FP16, {"parameters": torch.float64}),
+    (LAYER, (2, WIDE), BF16, {"parameters": FP32}),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "dtype", "parameters"),
+    ("kind", "shape", "dtype", "how"),
     [
-        (RMS, (7, 40), BF16, FP32),
-        (LAYER, (7, 40), FP32, BF16),
-        (LAYER, (7, 40), FP16, torch.float64),
-        (LAYER, (2, WIDE), BF16, FP32),
-        pytest.param(RMS, (2, WIDE), FP16, torch.float64, marks=pytest.mark.kernels),
+        *OTHERS,
+        pytest.param(
+            RMS, (2, WIDE), FP16, {"parameters": torch.float64}, marks=pytest.mark.kernels
+        ),
     ],
     ids=str,
 )
-def test_parameters_of_another_dtype(
+def test_no_rows_rows_apart_and_parameters_of_another_dtype(
     kind: str,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    parameters: torch.dtype,
+    how: dict[str, Any],
     device: torch.device,
 ) -> None:
-    check(make(kind, shape, dtype, device, add=True, parameters=parameters))
+    check(make(kind, shape, dtype, device, add=True, **how))
 
 
 @pytest.mark.parametrize("shape", [(331, 33), (9, 1030), (3, 5000), (5, 9000)])

@@ -30,9 +30,11 @@ from tests.kernels.codes import (
     TOP,
     assert_codes,
     assert_scales,
+    bits,
     expected,
     expected_scale,
     inverse,
+    is_wanted,
     padded,
 )
 from tests.kernels.norms import EPS, Case, make
@@ -59,9 +61,7 @@ class Norm(NamedTuple):
     with_mean: bool
 
     def forward(self, scaling: Scaling) -> QuantizedNorm:
-        made = norm_forward_quantized(*self, scaling)
-        assert isinstance(made, QuantizedNorm)
-        return made
+        return norm_forward_quantized(*self, scaling)
 
     def columns(self, made: QuantizedNorm | norm.NormForward, scaling: Scaling) -> Codes:
         total = self.x if made.total is None else made.total
@@ -136,12 +136,9 @@ def assert_encoded(
     if what == "columns" and isinstance(scaling, BlockScaling) and scaling.square_cols:
         how: Any = {"rows": True, "cols": False, "power_of_two": scaling.power_of_two}
         squares = quantize_by_squares(values, scaling.dtype, **how)
-        assert squares.row_scale is not None
-        assert squares.rows is not None
         assert_scales(scales, squares.row_scale, what)
         want = squares.rows.view(torch.uint8)
     elif isinstance(scaling, TensorScaling):
-        assert scaling.scale is not None
         want = expected(values, scaling.scale, scaling.dtype)
         assert_scales(scales, inverse(scaling.scale.cpu()), what)
     else:
@@ -182,9 +179,8 @@ def check(
     for name in ("total", "mean", "rstd"):
         assert_same(getattr(made, name), getattr(saved, name), name)
     codes = of.columns(made, of_cols)
-    for t, wanted in ((made.y, (True, False)), (codes, (False, True))):
-        is_there = [one is not None for one in t]
-        assert is_there == [wanted[0], wanted[0], wanted[1], wanted[1], False]
+    is_wanted(made.y, True, False)
+    is_wanted(codes, False, True)
     y = padded(encoded(of.alone(made.total), made))
     inside = (torch.arange(len(y)) < made.rstd.numel())[:, None].expand_as(y)
     assert_encoded(made.y.rows, made.y.row_scale, y, inside, scaling, "rows")
@@ -194,11 +190,6 @@ def check(
     for t, before in zip((t for t in of[:4] if t is not None), inputs):
         torch.testing.assert_close(t, before, rtol=0, atol=0, equal_nan=True)
     return made, codes
-
-
-def bits(codes: Tensor) -> Tensor:
-    """Those of codes, with one NaN."""
-    return torch.where(codes.float().isnan(), 0x7F, codes.view(torch.uint8))
 
 
 def check_values(of: Norm, dtype: torch.dtype) -> None:
@@ -276,7 +267,7 @@ def test_longer_rows(
     with recorded() as noted:
         of.forward(scaling)
     (name,) = [one.launch.name for one in noted]
-    assert name == f"norm:norm_forward{'_wide' if most > 256 else ''}"
+    assert name == ("norm:norm_forward_wide" if most > 256 else "norm:norm_forward")
     made, saved = of.forward(scaling), norm.norm_forward(*of)
     for name in ("total", "mean", "rstd"):
         assert_same(getattr(made, name), getattr(saved, name), name)
@@ -294,11 +285,25 @@ def test_longer_rows(
     assert_encoded(by_rows.rows, by_rows.row_scale, y, inside, blocks, "rows")
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "how"),
+    [
+        (NO_BIAS, (129, 65), BF16, {"pitch": 5}),
+        (L2, (129, 65), BF16, {"pitch": 5}),
+        (RMS, (7, 40), BF16, {"parameters": FP32}),
+        (LAYER, (7, 40), FP32, {"parameters": BF16}),
+        (LAYER, (7, 40), FP16, {"parameters": FP64}),
+    ],
+    ids=str,
+)
+def test_rows_apart_and_parameters_of_another_dtype(
+    kind: str, shape: tuple[int, int], dtype: torch.dtype, how: Any, device: torch.device
+) -> None:
+    check_values(given(kind, shape, dtype, device, add=True, **how), E4M3)
+
+
 @pytest.mark.parametrize("kind", [NO_BIAS, L2])
-def test_rows_that_are_apart(kind: str, device: torch.device) -> None:
-    of = given(kind, (129, 65), BF16, device, add=True, pitch=5)
-    assert not of.x.is_contiguous()
-    check_values(of, E4M3)
+def test_statistics_that_are_apart(kind: str, device: torch.device) -> None:
     of = given(kind, (9, 128), BF16, device, pitch=16)
     made, _ = check(of, BlockScaling(E4M3))
     statistics = [t if t is None else torch.stack((t, t), 1)[:, 0] for t in made[2:]]
@@ -316,7 +321,6 @@ def test_any_number_of_dimensions(shape: tuple[int, ...], kind: str, device: tor
     rows, cols = math.prod(shape[:-1]), shape[-1]
     of = given(kind, (rows, cols), BF16, device, add=True)
     scaling = TensorScaling(torch.full((1,), 20.0, device=device), E4M3)
-    assert of.residual is not None
     same = of._replace(x=of.x.view(shape), residual=of.residual.view(shape))
     made, want = same.forward(scaling), of.forward(scaling)
     assert torch.equal(bits(made.y.rows), bits(want.y.rows))
@@ -342,17 +346,6 @@ def test_no_rows(kind: str, scaling: type, device: torch.device) -> None:
     else:
         assert (made.y.row_scale.shape, codes.col_scale.shape) == ((2, 0), (0, 256))
     assert amax.tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "parameters"),
-    [(RMS, BF16, FP32), (LAYER, FP32, BF16), (LAYER, FP16, FP64)],
-    ids=str,
-)
-def test_parameters_of_another_dtype(
-    kind: str, dtype: torch.dtype, parameters: torch.dtype, device: torch.device
-) -> None:
-    check_values(given(kind, (7, 40), dtype, device, add=True, parameters=parameters), E4M3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -387,7 +380,6 @@ def test_what_is_not_finite_shows(value: float, kind: str, device: torch.device)
 
 def test_an_infinite_weight_saturates_and_reaches_amax(device: torch.device) -> None:
     of = given(RMS, (3, 65), FP32, device)
-    assert of.weight is not None
     of.weight[64] = INF
     amax = torch.zeros(1, device=device)
     made, _ = check(of, TensorScaling(torch.ones(1, device=device), E5M2, amax))

@@ -28,6 +28,7 @@ from tests.kernels.codes import (
     expected,
     expected_scale,
     inverse,
+    is_wanted,
     padded,
     uneven,
     values,
@@ -39,10 +40,6 @@ INF, NAN = math.inf, math.nan
 
 # A GPU is silent about overflow and infinities; the interpreter's numpy is not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def is_wanted(made: Codes, rows: bool, cols: bool, column_sum: bool = False) -> None:
-    assert [t is not None for t in made] == [rows, rows, cols, cols, column_sum]
 
 
 def check_by_tensor(

@@ -62,7 +62,7 @@ def prepared(launch: Launch, tensors: tuple[Tensor | None, ...], ints: tuple[int
         pairs = zip(args, dtypes)
         given = [p if d is None else memory_of(at[p], d) for p, d in pairs]
         rest = args[len(dtypes) : len(args) - len(launch.values)]
-        launch._launch_by_triton(None, (x, y, z), (*given, *rest))
+        launch.function[x, y, z](*given, *rest, *launch.values, **launch.options)
 
     return run, launch.name, (), False, launch.values
 

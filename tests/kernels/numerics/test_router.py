@@ -19,17 +19,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 EVERY = {"aux_loss": True, "z_loss": True, "balance_terms": True}
 ROUTERS: dict[str, TopKRouter] = {
-    "softmax": TopKRouter(8, 3, **EVERY),  # type: ignore[arg-type]
+    "softmax": TopKRouter(8, 3, **EVERY),
     "Mixtral": TopKRouter(8, 2, norm_topk_prob=True, aux_loss=True),
-    "Qwen3": TopKRouter(128, 8, norm_topk_prob=True, **EVERY),  # type: ignore[arg-type]
+    "Qwen3": TopKRouter(128, 8, norm_topk_prob=True, **EVERY),
     "Qwen2": TopKRouter(60, 4, z_loss=True),
-    "sigmoid": TopKRouter(5, 5, score_function="sigmoid", scaling_factor=2.5, **EVERY),  # type: ignore[arg-type]
+    "sigmoid": TopKRouter(5, 5, score_function="sigmoid", scaling_factor=2.5, **EVERY),
     "DeepSeek-V3": TopKRouter(
         64, 8, score_function="sigmoid", norm_topk_prob=True, scaling_factor=2.5,
         score_correction_bias=True, num_groups=8, top_k_groups=4, balance_terms=True,
     ),
     "groups of 5": TopKRouter(15, 4, num_groups=3, top_k_groups=2, norm_topk_prob=True),
-    "one": TopKRouter(1, 1, norm_topk_prob=True, **EVERY),  # type: ignore[arg-type]
+    "one": TopKRouter(1, 1, norm_topk_prob=True, **EVERY),
 }  # fmt: skip
 
 
@@ -104,8 +104,7 @@ def test_gradients_of_some_losses_alone(name: str, device: torch.device) -> None
 
     def dx(*on: bool) -> Tensor:
         grads = LossGrads(*(g if o else None for g, o in zip(every, on)))
-        got: Tensor = route_backward(x, none, routing, None, grads, settings)
-        return got
+        return route_backward(x, none, routing, None, grads, settings)
 
     parts = dx(True, False, False) + dx(False, True, False) + dx(False, False, True)
     torch.testing.assert_close(dx(True, True, True), parts, rtol=1e-5, atol=1e-6)

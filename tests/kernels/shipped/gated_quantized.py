@@ -63,7 +63,7 @@ def backward(
 
 
 SHIPPED = Family()
-for name, f, rows, cols, source in (
+FUNCTIONS: tuple[tuple[str, Glu | ScalarFunction, int, int, torch.dtype], ...] = (
     ("swiglu", Glu(Swish()), 8192, 14336, BF16),
     ("swiglu", Glu(Swish()), 2048, 3584, BF16),
     ("swiglu", Glu(Swish()), 8100, 14336, BF16),
@@ -78,61 +78,54 @@ for name, f, rows, cols, source in (
     ("gelu", GeluErf(), 4096, 16384, BF16),
     ("gelu", GeluTanh(), 4000, 16384, BF16),
     ("squared relu", SquaredRelu(), 4096, 12288, BF16),
-):
+)
+# Scales are given to every other one, with largest values to raise, and else come from these.
+WAYS = (
+    ("", scaling(E5M2, True), scaling(E4M3, True), scaling(E4M3, False)),
+    (", measured", *(MeasuredScaling(one(), dtype) for dtype in (E5M2, E4M3, E4M3))),
+)
+for n, (name, f, rows, cols, source) in enumerate(FUNCTIONS):
     parts = 2 if isinstance(f, Glu) else 1
     x = empty(rows, parts * cols, dtype=source)
-    size = f"{name} {rows} x {cols} {source}"
+    size, (way, dx, h, h_again) = f"{name} {rows} x {cols} {source}", WAYS[n % 2]
     codes = -(-rows // 128) * 128 / rows / (parts * source.itemsize)  # of h, as a share of x
     read = 1 + 1 / parts  # dy with x
-    e4m3, e5m2 = scaling(E4M3, True), scaling(E5M2, True)
-    SHIPPED.ship(f"{size} forward", 1 + codes, forward, x, f=f, how=e4m3)
-    m4, m5 = MeasuredScaling(one(), E4M3), MeasuredScaling(one(), E5M2)
-    SHIPPED.ship(f"{size} forward, measured", 1 + codes, forward, x, f=f, how=m4)
+    SHIPPED.ship(f"{size} forward{way}", 1 + codes, forward, x, f=f, how=h)
     SHIPPED.ship(f"{size} amax of h", 1, forward, x, f=f, how=scaling(E4M3, True, False))
     passes = read + (2 * parts + 1) * codes
-    for h_amax in (False, True):
-        what = f"{size} backward{' with amax of h' if h_amax else ''}"
-        SHIPPED.ship(what, passes, backward, x, f=f, dx=e5m2, h=scaling(E4M3, h_amax))
-    SHIPPED.ship(f"{size} backward, measured", passes, backward, x, f=f, dx=m5, h=m4)
+    SHIPPED.ship(f"{size} backward{way}", passes, backward, x, f=f, dx=dx, h=h_again)
+    SHIPPED.ship(
+        f"{size} backward with amax of h", passes, backward, x,
+        f=f, dx=scaling(E5M2, True), h=scaling(E4M3, True),
+    )  # fmt: skip
     SHIPPED.ship(
         f"{size} amax of dx and h", read, backward, x,
         f=f, dx=scaling(E5M2, True, False), h=scaling(E4M3, True, False),
     )  # fmt: skip
     sums = 2 * codes * parts * 4 / 64  # written and read
     SHIPPED.ship(
-        f"{size} backward with sums", passes + sums, backward, x,
-        f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True,
-    )  # fmt: skip
-    SHIPPED.ship(
-        f"{size} backward with sums, measured", passes + sums, backward, x,
-        f=f, dx=m5, h=m4, bias=parts == 1, column_sum=True,
+        f"{size} backward with sums{way}", passes + sums, backward, x,
+        f=f, dx=dx, h=h, bias=parts == 1, column_sum=True,
     )  # fmt: skip
     if parts == 1:
-        SHIPPED.ship(f"{size} forward with bias", 1 + codes, forward, x, f=f, how=e4m3, bias=True)
+        SHIPPED.ship(f"{size} forward with bias", 1 + codes, forward, x, f=f, how=h, bias=True)
     if cols % 128 == 0 and getattr(f, "interleave", None) in (None, 128):
         of_x = codes * parts * (1 + 4 / 128)
         SHIPPED.ship(
-            f"{size} forward that saves x", 1 + codes + of_x, forward, x,
-            f=f, how=e4m3, bias=parts == 1, saves=True,
-        )  # fmt: skip
-        SHIPPED.ship(
-            f"{size} forward that saves x, measured", 1 + codes + of_x, forward, x,
-            f=f, how=m4, bias=parts == 1, saves=True,
+            f"{size} forward that saves x{way}", 1 + codes + of_x, forward, x,
+            f=f, how=h, bias=parts == 1, saves=True,
         )  # fmt: skip
         passes = of_x + 1 / parts + (2 * parts + 1) * codes
         SHIPPED.ship(
-            f"{size} backward from codes", passes + sums, backward, x,
-            f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True, saved=True,
-        )  # fmt: skip
-        SHIPPED.ship(
-            f"{size} backward from codes with sums, measured", passes + sums, backward, x,
-            f=f, dx=m5, h=m4, bias=parts == 1, column_sum=True, saved=True,
+            f"{size} backward from codes with sums{way}", passes + sums, backward, x,
+            f=f, dx=dx, h=h, bias=parts == 1, column_sum=True, saved=True,
         )  # fmt: skip
         for h_amax in (False, True):
             what = f"{size} backward from codes without sums{' with amax of h' if h_amax else ''}"
             SHIPPED.ship(
-                what, passes, backward, x, f=f, dx=e5m2, h=scaling(E4M3, h_amax), saved=True
-            )
+                what, passes, backward, x,
+                f=f, dx=scaling(E5M2, True), h=scaling(E4M3, h_amax), saved=True,
+            )  # fmt: skip
         SHIPPED.ship(
             f"{size} amax of dx and h from codes", of_x + 1 / parts, backward, x,
             f=f, dx=scaling(E5M2, True, False), h=scaling(E4M3, True, False), saved=True,

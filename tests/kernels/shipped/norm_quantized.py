@@ -49,7 +49,7 @@ def l2_forward(x: Tensor) -> object:
 
 
 SHIPPED = Family()
-for rows, cols, dtype in (
+SHAPES = (
     (8192, 4096, BF16),
     (8100, 4096, BF16),
     (2048, 1024, BF16),
@@ -60,21 +60,22 @@ for rows, cols, dtype in (
     (4096, 4096, FP32),
     (4096, 8192, FP32),
     (4096, 16384, FP32),
-):
+)
+for n, (rows, cols, dtype) in enumerate(SHAPES):
     x = empty(rows, cols, dtype=dtype)
     codes = -(-rows // 128) * 128 / rows / dtype.itemsize  # as a share of x
-    for name, scaling in SCALINGS.items():
+    for m, (name, scaling) in enumerate(SCALINGS.items()):
         blocks = isinstance(scaling, BlockScaling)
         if blocks and cols % 128:
             continue
         written = codes * (1 + 4 / 128) if blocks else 0 if name == "amax alone" else codes
-        for layer in (False, True):
-            kind = f"{'layer' if layer else 'rms'} {rows} x {cols} {dtype} {name}"
-            how = {"layer": layer, "centered": not layer and name == "in blocks"}
-            given = {**how, "scaling": scaling}
-            SHIPPED.ship(f"{kind} columns", 1 + written, columns, x, **given)
-            if name in ("in squares", "given"):
-                continue  # by rows they are blocks; forward looks at the values
-            SHIPPED.ship(kind, 1 + written, forward, x, add=False, **given)
-            SHIPPED.ship(f"add + {kind}", 3 + written, forward, x, add=True, **given)
+        layer = (n + m) % 2 == 0  # each scaling has both
+        kind = f"{'layer' if layer else 'rms'} {rows} x {cols} {dtype} {name}"
+        how = {"layer": layer, "centered": not layer and name == "in blocks"}
+        given = {**how, "scaling": scaling}
+        SHIPPED.ship(f"{kind} columns", 1 + written, columns, x, **given)
+        if name in ("in squares", "given"):
+            continue  # by rows they are blocks; forward looks at the values
+        SHIPPED.ship(kind, 1 + written, forward, x, add=False, **given)
+        SHIPPED.ship(f"add + {kind}", 3 + written, forward, x, add=True, **given)
 SHIPPED.ship("l2", 1.5, l2_forward, empty(2**20, 128))
