@@ -11,6 +11,7 @@ from torch import Tensor
 
 import opfuser
 from opfuser.applying import report
+from opfuser.applying.forwards import state_of
 from opfuser.basic import DotProductAttention
 from opfuser.errors import NotSupportedError
 from opfuser.reading.plain_modules import CachedRows
@@ -146,7 +147,7 @@ def test_layers_keep_in_their_own_place() -> None:
     numbers = [
         layer
         for decoder in model.layers
-        for decision in decoder.__dict__["_opfuser_applied"].decisions
+        for decision in state_of(decoder).decisions
         for op, layer in decision.built.cached
         if isinstance(op, CachedRows)
     ]

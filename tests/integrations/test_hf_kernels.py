@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import enum
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 import opfuser
 from opfuser import hf
 from opfuser.applying import report
-from opfuser.integrations.hf import kernel_layers
 from tests.applying.models import assert_equal_steps, inputs_of, llama, step
 
 PATHS = ("layers.1.input_layernorm", "layers.2.mlp")
@@ -70,12 +71,25 @@ def test_kernels_of_others_stay(layer: type[nn.Module], when: str) -> None:
         assert forward.__func__ is layer.forward
 
 
+class Mode(enum.Flag):
+    """Those of the library that opfuser's layers are for."""
+
+    TRAINING = enum.auto()
+    INFERENCE = enum.auto()
+    TORCH_COMPILE = enum.auto()
+
+
 def ours(model: nn.Module) -> nn.Module:
     """The model with opfuser's layers, which the library gives modules in the same way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "kernels", types.SimpleNamespace(Mode=Mode))
+        mapping = hf.kernel_mapping()
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "MLP")):
-            layer = kernel_layers._Repository("RMSNorm").load()
-            module.forward = types.MethodType(layer.forward, module)
+        for kind, name in (("RMSNorm", "RMSNorm"), ("MLP", "SwiGLUMLP")):
+            if type(module).__name__.endswith(kind):
+                mode = Mode.TRAINING if module.training else Mode.INFERENCE
+                layer = mapping[name]["cpu"][mode].load()
+                module.forward = types.MethodType(layer.forward, module)
     return model
 
 
