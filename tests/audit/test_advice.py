@@ -23,7 +23,7 @@ from opfuser.report.audit.tracing import trace
 from opfuser.report.target import Target
 from opfuser.report.traffic import model_traffic
 
-from .ground_truth import TRUTHS, D, Truth, X
+from .ground_truth import TRUTHS, D, DiTBlock, Truth, X
 from .test_formulas import Written, rms, var
 
 H = 64
@@ -259,12 +259,23 @@ def test_what_apply_replaces_inside_of_a_model_of_ones_own() -> None:
     assert audit(model, [x]).missed_fusions == ()
 
 
-def test_why_a_module_is_kept_is_said_beside_what_it_misses() -> None:
-    model, inputs = PLAIN["diffusion transformer"].build()
+class Around(nn.Module):
+    """A block of a diffusion transformer, and what no operation computes around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DiTBlock()
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return torch.sin(self.inner(x, condition))
+
+
+@pytest.mark.parametrize(("make", "path"), [(DiTBlock, "model"), (Around, "model.inner")])
+def test_why_a_module_is_kept_is_said_beside_what_it_misses(make: Any, path: str) -> None:
+    model, inputs = Truth(make, (*X, (2, D)), {}).build()
     found = {name: text for (name, _), text in notes(audit(model, inputs).missed_fusions).items()}
     assert "opfuser.apply(model) replaces this" in found["attention"]
-    keeps = "opfuser.apply(model) keeps model, which computes mul; "
-    assert keeps in found["activation_linear"]
+    assert f"opfuser.apply(model) keeps {path}, which computes mul; " in found["activation_linear"]
     assert "keeps" not in found["adaptive_layer_norm"]  # which no operation computes
 
 
