@@ -104,17 +104,6 @@ def test_what_changes_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert_equal_steps(step(model), before)
 
 
-def test_an_implementation_that_is_registered_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = mixtral(), mixtral()
-    opfuser.apply(model)
-    assert_equal_steps(step(model), step(plain))
-    original = interface["batched_mm"]
-    monkeypatch.setitem(
-        type(interface)._global_mapping, "batched_mm", lambda *args: 2 * original(*args)
-    )
-    assert_equal_steps(step(model), step(plain))
-
-
 def test_the_losses_of_routers() -> None:
     """Which transformers collects by hooks on the routers, that are called."""
     transformers = pytest.importorskip("transformers")
