@@ -332,16 +332,6 @@ def test_a_model_without_memory() -> None:
     assert layers(opfuser.hf.report(model)) == ["model.layers.0"]
 
 
-def test_compiled_layers_with_a_cache_take_the_untouched_forwards() -> None:
-    model, untouched, _ = pair("llama")
-    batch = batch_of("llama")
-    torch.compiler.reset()  # Dynamo counts what other tests compiled
-    compiled = torch.compile(model, backend="aot_eager")
-    with pytest.warns(UserWarning, match="The first one is given a cache or other objects"):
-        found = compiled(**batch, use_cache=True).logits
-    assert_close(found, untouched(**batch).logits, 1e-5)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "bert"])
 def test_on_a_gpu(name: str) -> None:
