@@ -33,7 +33,7 @@ Attend = Callable[..., Tensor]
 
 
 class Biased(nn.Module):
-    """Attention with a table of positions, as ``attend`` uses it."""
+    """Attention by ``attend``, with a table of positions and a lower triangle for it to use."""
 
     def __init__(self, attend: Attend, returned: Any = None) -> None:
         super().__init__()
@@ -42,6 +42,7 @@ class Biased(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.table = nn.Embedding(2 * LENGTH + 9, HEADS)
         self.register_buffer("numbers", torch.arange(4 * LENGTH))
+        self.register_buffer("lower", torch.tril(torch.ones(2 * LENGTH, 2 * LENGTH))[None, None])
         self.double()
 
     def bias(self, x: Tensor, reach: int = LENGTH) -> Tensor:
