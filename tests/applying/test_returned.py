@@ -18,7 +18,7 @@ from opfuser.applying import report
 from ..reading.families import stream
 from ..reading.test_returned import Layer, Weighing
 from ..reading.tiny import CACHE, WIDTH, model_of, randomized
-from .models import IDS, assert_equal_steps, paths, step
+from .models import IDS, assert_as_exact, assert_equal_steps, paths, step
 from .test_compiled import Graphs
 
 # The compilers' own use of torch and of Python warns in some versions.
@@ -126,11 +126,7 @@ def test_layers_under_autocast() -> None:
     for m in (model, plain):
         m.float()
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = _step(model), _step(plain)
-    for ours, theirs, right in zip(got, want, exact, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        errors = [(y.double() - right).norm() for y in (ours, theirs)]
-        assert errors[0] <= 1.5 * errors[1] + 1e-3 * right.norm()
+        assert_as_exact(_step(model), _step(plain), exact, 1.5)
     assert paths(report(model)) == LAYERS
 
 

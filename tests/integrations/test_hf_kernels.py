@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser import hf
 from opfuser.applying import report
-from tests.applying.models import assert_equal_steps, inputs_of, llama, step
+from tests.applying.models import assert_as_exact, assert_equal_steps, inputs_of, llama, step
 
 PATHS = ("layers.1.input_layernorm", "layers.2.mlp")
 
@@ -97,7 +97,7 @@ def ours(model: nn.Module) -> nn.Module:
 def test_our_layers_compute_what_they_replace(training: bool) -> None:
     model = ours(llama().train(training))
     assert_equal_steps(step(model), step(llama().train(training)))
-    found = {e.path: e.operations for e in hf_report(model)}
+    found = {e.path: e.operations for e in report(model).computed}
     assert found["layers.1.mlp"] == "MergedLinear x2, Gated, Linear"
     assert found["norm"] == "Norm"
     twin = copy.deepcopy(model)
@@ -116,18 +116,11 @@ def test_our_layers_compute_what_they_replace(training: bool) -> None:
     assert_equal_steps(step(model), step(changed))
 
 
-def hf_report(model: nn.Module) -> tuple[Any, ...]:
-    return report(model).computed
-
-
 def test_our_layers_in_bf16_are_as_exact_as_torch() -> None:
     exact, plain = llama(), llama().bfloat16()
     exact.load_state_dict(plain.state_dict())
     model = ours(copy.deepcopy(plain))
-    for a, b, c in zip(step(model), step(plain), step(exact)):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        error, allowed = ((t.double() - c).norm() for t in (a, b))
-        assert error <= 2 * allowed + 1e-9
+    assert_as_exact(step(model), step(plain), step(exact), floor=1e-9)
 
 
 def test_apply_reads_through_our_layers() -> None:
@@ -138,7 +131,7 @@ def test_apply_reads_through_our_layers() -> None:
     assert_equal_steps(step(model), want)
     opfuser.revert(model)
     assert_equal_steps(step(model), want)
-    assert {e.path for e in hf_report(model)} >= {"norm", "layers.0.mlp"}
+    assert {e.path for e in report(model).computed} >= {"norm", "layers.0.mlp"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -162,7 +155,7 @@ def test_kernelize_takes_our_mapping() -> None:
             with kernels.use_kernel_mapping(hf.kernel_mapping(), inherit_mapping=False):
                 kernels.kernelize(model, mode=mode, device="cpu", use_fallback=False)
             assert_equal_steps(step(model), want)
-            assert {e.path for e in hf_report(model)} >= {"norm", "layers.0.mlp"}
+            assert {e.path for e in report(model).computed} >= {"norm", "layers.0.mlp"}
     finally:
         for kind in kinds:
             del kind.kernel_layer_name, kind.kernel_condition
