@@ -48,13 +48,10 @@ def set_each(name: str, value: Any, of: str = "experts") -> Callable[[Any], None
     return change
 
 
-def exchange_parameters(model: Any) -> None:
+def other_parameters(model: Any) -> None:
+    """One is exchanged, one written to."""
     for block in blocks(model):
         block.experts.down_proj = nn.Parameter(2 * block.experts.down_proj.detach())
-
-
-def write_to_parameters(model: Any) -> None:
-    for block in blocks(model):
         with torch.no_grad():
             block.experts.gate_up_proj.mul_(2)
 
@@ -71,8 +68,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "an activation": set_each("act_fn", nn.GELU("tanh")),
     "more experts": set_each("top_k", 3, "gate"),
     "expert parallelism": set_each("_is_expert_parallel", True),
-    "parameters": exchange_parameters,
-    "parameters in place": write_to_parameters,
+    "parameters": other_parameters,
     "hooks": hook_routers,
 }
 
