@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,26 @@ def assert_equal_steps(got: list[Tensor], want: list[Tensor], rtol: float = 1e-6
     for ours, theirs in zip(got, want):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         assert (ours - theirs).abs().max() <= rtol * theirs.abs().max().clamp(min=1e-3)
+
+
+def assert_as_exact(
+    ours: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    times: float = 2.0,
+    floor: float = 1e-3,
+) -> None:
+    """Asserts that errors are so many times those of torch at most, in norm, tensor by tensor.
+
+    Args:
+        ours, theirs, exact: what both compute, in the same dtypes, and what is right.
+        times: of torch's errors that are allowed.
+        floor: what is allowed in any case, relative to what is right.
+    """
+    for a, b, right in zip(ours, theirs, exact, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        error, allowed = ((t.double() - right).norm() for t in (a, b))
+        assert error <= times * allowed + floor * right.norm()
 
 
 def paths(report: Report) -> list[str]:

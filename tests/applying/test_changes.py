@@ -1,15 +1,13 @@
-"""What is changed in a model after apply, and after its first calls, is seen by the next one."""
+"""Copies of a model after apply, and what it is not traced anew for; for all else, adversities."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import opfuser
@@ -18,159 +16,12 @@ from opfuser.applying.forwards import state_of
 
 from .models import assert_equal_steps, llama, paths, step
 
-Change = Callable[[Any], object]
 
-
-class Clipped(nn.Linear):
-    """A linear module that limits what it returns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).clamp(-0.1, 0.1)
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(3)
-    return nn.Linear(48, 32, bias=False).double()
-
-
-def middle(model: Any) -> Any:
-    return model.layers[1]
-
-
-def set_eps(model: Any) -> None:
-    middle(model).input_layernorm.variance_epsilon = 0.5
-
-
-def set_configuration(model: Any) -> None:
-    middle(model).self_attn.scaling = 0.1
-
-
-def set_function(model: Any) -> None:
-    middle(model).mlp.act_fn = nn.Softsign()
-
-
-def set_causal(model: Any) -> None:
-    middle(model).self_attn.is_causal = False
-
-
-def replace_child(model: Any) -> None:
-    middle(model).mlp.down_proj = linear()
-
-
-def replace_parameter(model: Any) -> None:
-    middle(model).mlp.down_proj.weight = linear().weight
-
-
-def replace_dict_of_children(model: Any) -> None:
-    layer = middle(model)
-    layer._modules = {**layer._modules, "mlp": model.layers[2].mlp}
-
-
-def set_data(model: Any) -> None:
-    middle(model).mlp.down_proj.weight.data = linear().weight.data
-
-
-def exchange_class(model: Any) -> None:
-    middle(model).mlp.down_proj.__class__ = Clipped
-
-
-def exchange_class_of_layer(model: Any) -> None:
-    class Doubled(type(middle(model))):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().forward(*args, **kwargs)
-
-    middle(model).__class__ = Doubled
-
-
-def hook_child(model: Any) -> None:
-    middle(model).mlp.down_proj.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def hook_layer(model: Any) -> None:
-    middle(model).register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def hook_gradient(model: Any) -> None:
-    middle(model).mlp.register_full_backward_hook(lambda module, dx, dy: (2 * dx[0],))
-
-
-def patch_child(model: Any) -> None:
-    middle(model).mlp.forward = lambda x: 3 * x
-
-
-def wrap_child(model: Any) -> None:
-    mlp = middle(model).mlp
-    old = mlp.forward
-    mlp.forward = lambda x: 3 * old(x)
-
-
-def wrap_layer(model: Any) -> None:
-    layer = middle(model)
-    old = layer.forward
-    layer.forward = lambda *args, **kwargs: 3 * old(*args, **kwargs)
-
-
-def parametrize(model: Any) -> None:
-    torch.nn.utils.parametrizations.weight_norm(middle(model).mlp.down_proj)
-    with torch.no_grad():
-        middle(model).mlp.down_proj.parametrizations.weight.original0.mul_(2)
-
-
-def tie(model: Any) -> None:
-    model.layers[1].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
-
-
-def widen_norm(model: Any) -> None:
-    norm = middle(model).input_layernorm
-    norm.weight = nn.Parameter(norm.weight.detach() * 2)
-
-
-CHANGES: list[Change] = [
-    set_eps, set_configuration, set_function, set_causal, replace_child, replace_parameter,
-    replace_dict_of_children, set_data, exchange_class, exchange_class_of_layer, hook_child,
-    hook_layer, hook_gradient, patch_child, wrap_child, wrap_layer, parametrize, tie, widen_norm,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change: Change) -> None:
-    model, plain = llama(), llama()
+def test_a_mode_is_seen() -> None:
+    model, plain = (llama(attention_dropout=1.0) for _ in range(2))
     opfuser.apply(model)
     step(model)
-    before = step(plain)
-    for m in (model, plain):
-        change(m)
-    want = step(plain)
-    assert_equal_steps(step(model), want)
-    assert_equal_steps(step(model), want)
-    if len(before) == len(want):
-        with pytest.raises(AssertionError):  # the change makes a difference, or is not worth a test
-            assert_equal_steps(before, want)
-    assert {"layers.0", "layers.2"} <= set(paths(report(model)))
-
-
-# These make no difference to what is computed in a model without dropout.
-@pytest.mark.parametrize("change", [nn.Module.eval, lambda model: model.requires_grad_(False)])
-def test_a_mode_is_seen(change: Change) -> None:
-    model = llama(attention_dropout=1.0)
-    opfuser.apply(model)
-    step(model)
-    plain = llama(attention_dropout=1.0)
-    for m in (model, plain):
-        change(m)
-        m.embed_tokens.requires_grad_()
-    assert_equal_steps(step(model), step(plain))
-
-
-def test_an_unfrozen_parameter_gets_its_gradient() -> None:
-    model, plain = llama(), llama()
-    for m in (model, plain):
-        m.layers.requires_grad_(False)
-    opfuser.apply(model)
-    assert_equal_steps(step(model), step(plain))
-    for m in (model, plain):
-        m.layers[1].requires_grad_()
-    assert_equal_steps(step(model), step(plain))
+    assert_equal_steps(step(model.eval()), step(plain.eval()))
 
 
 def test_another_attention_function_sees_other_keys() -> None:
@@ -184,20 +35,6 @@ def test_another_attention_function_sees_other_keys() -> None:
             m.set_attn_implementation(attention)
         got, want = (m.layers[0](x, position_embeddings=tables) for m in (model, plain))
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-
-
-def test_an_attention_function_that_is_registered_anew_is_called() -> None:
-    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    functions.register("of_a_test", functions["sdpa"])
-    try:
-        model, plain = llama("of_a_test"), llama()
-        opfuser.apply(model)
-        assert_equal_steps(step(model), step(plain))
-        assert "layers.0" in paths(report(model))
-        functions.register("of_a_test", lambda m, q, *args, **kwargs: (q.transpose(1, 2), None))
-        assert_equal_steps(step(model), step(llama("of_a_test")))
-    finally:
-        del type(functions)._global_mapping["of_a_test"]
 
 
 class Detached(nn.Module):
@@ -247,8 +84,8 @@ def test_a_deep_copy_is_applied_and_apart() -> None:
     opfuser.apply(model)
     want = step(model)
     copied = copy.deepcopy(model)
-    set_eps(copied)
-    set_eps(plain)
+    for m in (copied, plain):
+        m.layers[1].input_layernorm.variance_epsilon = 0.5
     assert_equal_steps(step(copied), step(plain))
     assert_equal_steps(step(model), want, rtol=0)
     assert paths(report(copied)) == paths(report(model))

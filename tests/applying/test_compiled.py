@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opfuser
 from opfuser.applying import compiled, report
+from opfuser.applying.forwards import state_of
 from opfuser.errors import InputError
 from opfuser.reading.built import Built
 from opfuser.reading.kept import KeptError
@@ -132,6 +133,7 @@ def test_which_masks_are_taken(
         inputs = [torch.empty(2, device=device), torch.empty(2, device=device, dtype=dtype)]
         found = ""
         try:
+            # Where there is no GPU, nothing else asks what would become of a mask on one.
             compiled._check(decision, inputs)
         except KeptError as kept:
             found = kept.reason
@@ -203,7 +205,7 @@ def test_sequences_are_in_the_graph(name: str) -> None:
 def test_what_eager_calls_have_found_out_is_used() -> None:
     pair = Pair(nano_gpt)
     step(pair.model)
-    decisions = [m._opfuser_applied.decisions for m in pair.model.blocks]
+    decisions = [state_of(m).decisions for m in pair.model.blocks]
     before = [list(d) for d in decisions]
     pair.check()
     pair.check()

@@ -21,7 +21,7 @@ from opfuser.errors import NotSupportedError
 from tests.reading.tiny import CACHE
 
 from ..reading.recomputed import Example, read_of
-from .models import IDS, NanoGPT, llama, nano_gpt
+from .models import IDS, NanoGPT, assert_as_exact, assert_equal_steps, llama, nano_gpt
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -109,9 +109,7 @@ def test_losses_and_gradients_are_those_of_the_model(name: str) -> None:
     model = copy.deepcopy(plain)
     opfuser.apply(model, fused_loss=True)
     for _ in range(2):
-        for ours, theirs in zip(step(model), step(plain), strict=True):
-            assert ours.dtype == theirs.dtype
-            assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max().clamp(min=1e-3)
+        assert_equal_steps(step(model), step(plain))
     found = [e.path for e in report(model).computed if "CrossEntropy" in e.operations]
     assert found == (["head"] if name in WITHOUT else [])
     assert (model(IDS, IDS)[0] is None) == (name in WITHOUT)
@@ -130,11 +128,7 @@ def test_under_autocast_and_in_half_precision() -> None:
         model = copy.deepcopy(plain)
         opfuser.apply(model, fused_loss=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            got, theirs = step(model), step(plain)
-        assert [t.dtype for t in got] == [t.dtype for t in theirs]
-        for ours, other, right in zip(got, theirs, want):
-            error = (other.double() - right).norm()
-            assert (ours.double() - right).norm() <= 2 * error + 1e-3 * right.norm()
+            assert_as_exact(step(model), step(plain), want)
 
 
 def test_a_head_with_a_hook_is_computed() -> None:

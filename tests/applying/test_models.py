@@ -24,18 +24,6 @@ def test_a_step_is_as_without_apply(name: str) -> None:
     assert paths(report(model)) == WHOLE[name]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_example_tells_what_calls_will_find(name: str) -> None:
-    model = MODELS[name]()
-    told = opfuser.apply(model, example=inputs_of(model))
-    assert paths(told) == WHOLE[name]
-    step(model)
-    step(model)
-    now = report(model)
-    assert paths(now) == WHOLE[name]
-    assert {entry.path for entry in now.kept} == {entry.path for entry in told.kept}
-
-
 def test_inputs_that_a_layer_returns_are_those_that_it_was_given() -> None:
     """A bias of attention that was computed by the first layer goes from layer to layer."""
     model: Any = model_of("t5").eval()

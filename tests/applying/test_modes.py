@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import opfuser
 from opfuser.applying import report
-from opfuser.applying.forwards import _AS_BEFORE
 from opfuser.errors import NotSupportedError
 from tests.reading.tiny import CACHE, CHECKPOINTING
 
@@ -37,12 +36,12 @@ from .models import (
 class Checkpointed(NanoGPT):
     """Each block is computed again in backward."""
 
-    reentrant = False
+    how: dict[str, Any] = {"use_reentrant": False}  # noqa: RUF012 - nothing writes to it
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, **self.how)
         return self.head(self.norm(x))
 
 
@@ -50,13 +49,25 @@ class Checkpointed(NanoGPT):
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_in_a_checkpoint_are_computed(reentrant: bool) -> None:
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+HOW: dict[str, dict[str, Any]] = {
+    "anew": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    # What products of matrices return is kept, and overwritten by nothing.
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, PRODUCTS),
+    },
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_blocks_in_a_checkpoint_are_computed(name: str) -> None:
     model, plain = nano_gpt(), nano_gpt()
-    model.__class__, model.reentrant = Checkpointed, reentrant
+    model.__class__, model.how = Checkpointed, HOW[name]
     opfuser.apply(model)
-    assert_equal_steps(step(model), step(plain))
-    assert_equal_steps(step(model), step(plain))
+    for _ in range(3):
+        assert_equal_steps(step(model), step(plain))
     assert paths(report(model)) == ["blocks.0", "blocks.1", "norm"]
 
 
@@ -85,7 +96,7 @@ class LooksOn(TorchFunctionMode):
 @pytest.mark.parametrize("around", ["a cache to fill", "a mode"])
 def test_what_the_model_has_computed_it_computes_again(around: str, reentrant: bool) -> None:
     model, plain = nano_gpt(), nano_gpt()
-    model.__class__, model.reentrant = Checkpointed, reentrant
+    model.__class__, model.how = Checkpointed, {"use_reentrant": reentrant}
     opfuser.apply(model)
     if around == "a cache to fill":
         for block in model.blocks:
@@ -97,32 +108,12 @@ def test_what_the_model_has_computed_it_computes_again(around: str, reentrant: b
             return model(ids)
 
     assert_equal_steps(step(model, forward), step(plain))
-    assert _AS_BEFORE in str(report(model))
+    again = "is computed again in a checkpoint, where its own forward was called before"
+    assert again in str(report(model))
     assert_equal_steps(step(model), step(plain))
     computed = {done.path: done for done in report(model).computed}
-    assert dict(computed["blocks.0"].fell_back)[_AS_BEFORE] == 1
+    assert dict(computed["blocks.0"].fell_back)[again] == 1
     assert "blocks.1" in computed
-
-
-class Selecting(Checkpointed):
-    """What products of matrices return is kept, all else computed again."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        kept = functools.partial(create_selective_checkpoint_contexts, products)
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=kept)
-        return self.head(self.norm(x))
-
-
-def test_blocks_in_a_selective_checkpoint_overwrite_no_products() -> None:
-    model, plain = nano_gpt(), nano_gpt()
-    model.__class__ = Selecting
-    opfuser.apply(model)
-    for _ in range(3):
-        assert_equal_steps(step(model), step(plain))
-    assert paths(report(model)) == ["blocks.0", "blocks.1", "norm"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -233,8 +224,8 @@ def test_tables_that_are_written_in_place_are_read_again(seen: bool) -> None:
     opfuser.apply(model)
     x = torch.randn(2, 7, 32, dtype=torch.float64)
     tables = model.rotary_emb(x, torch.arange(7)[None])
-    for _ in range(2):
-        got, want = (m.layers[0](x, position_embeddings=tables) for m in (model, plain))
+    for n in (0, 0, 1) if seen else (0, 0):  # the next layer shares what is made of them
+        got, want = (m.layers[n](x, position_embeddings=tables) for m in (model, plain))
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         (tables[1] if seen else tables[1].data).neg_()  # other versions of the data are not told
 

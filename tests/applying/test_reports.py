@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser.applying import Report, report
 
-from .models import MODELS, inputs_of, llama, nano_gpt, step
+from .models import MODELS, WHOLE, inputs_of, llama, nano_gpt, paths, step
 
 
 def owners(model: nn.Module) -> list[str]:
@@ -28,14 +28,18 @@ def listed(found: Report) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_module_is_in_one_list(name: str) -> None:
+def test_every_module_is_in_one_list_and_an_example_tells_which(name: str) -> None:
     model = MODELS[name]()
-    for found in (opfuser.apply(model), opfuser.apply(model, example=inputs_of(model))):
-        assert sorted(listed(found)) == sorted(owners(model))
+    reports = [opfuser.apply(model), opfuser.apply(model, example=inputs_of(model))]
     step(model)
-    assert sorted(listed(report(model))) == sorted(owners(model))
+    step(model)
+    reports.append(report(model))
+    for found in reports[1:]:
+        assert paths(found) == WHOLE[name]
+        assert {entry.path for entry in found.kept} == {entry.path for entry in reports[1].kept}
     opfuser.revert(model)
-    assert sorted(listed(report(model))) == sorted(owners(model))
+    for found in (*reports, report(model)):
+        assert sorted(listed(found)) == sorted(owners(model))
 
 
 class Odd(nn.Module):

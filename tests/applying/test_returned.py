@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +18,14 @@ from opfuser.applying import report
 from ..reading.families import stream
 from ..reading.test_returned import Layer, Weighing
 from ..reading.tiny import CACHE, WIDTH, model_of, randomized
-from .models import IDS, assert_equal_steps, paths, step
+from .models import IDS, assert_as_exact, assert_equal_steps, paths, step
 from .test_compiled import Graphs
 
+# The compilers' own use of torch and of Python warns in some versions.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile"),
+]
 Call = Callable[..., Any]
 
 
@@ -72,12 +77,20 @@ def _step(model: nn.Module, call: Call | None = None) -> list[Tensor]:
     return [y.detach(), penalty.detach(), *(g for g in grads if g is not None)]
 
 
-def _pair(**how: Any) -> tuple[nn.Module, nn.Module]:
+def _applied(kind: Call, *how: Any) -> tuple[Any, Any]:
+    """A module after apply, and one like it."""
     torch.manual_seed(0)
-    plain = randomized(Stack(**how))
+    plain = randomized(kind(*how))
     model = copy.deepcopy(plain)
     opfuser.apply(model)
     return model, plain
+
+
+@pytest.fixture
+def _compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 LAYERS = ["layers.0", "layers.1", "layers.2", "passing"]
@@ -85,17 +98,6 @@ LAYERS = ["layers.0", "layers.1", "layers.2", "passing"]
 
 def _checkpointed(module: nn.Module, *args: Any) -> Any:
     return checkpoint(module, *args, use_reentrant=False)
-
-
-@pytest.mark.parametrize("around", [None, _checkpointed])
-@pytest.mark.parametrize("training", [True, False])
-def test_gradients_flow_through_all_that_layers_return(around: Call | None, training: bool) -> None:
-    model, plain = _pair(around=around)
-    for _ in range(2):
-        assert_equal_steps(_step(model.train(training)), _step(plain.train(training)))
-    assert paths(report(model)) == LAYERS
-    entry = report(model).computed[0]
-    assert [path for path, _ in entry.called] == ["attention"]
 
 
 def _reentrant(module: nn.Module, x: Tensor, mask: Tensor, bias: Any) -> Any:
@@ -107,35 +109,34 @@ def _reentrant(module: nn.Module, x: Tensor, mask: Tensor, bias: Any) -> Any:
     return x, bias, (None, weights), 3
 
 
-def test_layers_in_a_reentrant_checkpoint() -> None:
-    model, plain = _pair(around=_reentrant)
+@pytest.mark.parametrize("around", [None, _checkpointed, _reentrant])
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_flow_through_all_that_layers_return(around: Call | None, training: bool) -> None:
+    model, plain = _applied(Stack, around)
     for _ in range(2):
-        assert_equal_steps(_step(model), _step(plain))
+        assert_equal_steps(_step(model.train(training)), _step(plain.train(training)))
     assert paths(report(model)) == LAYERS
+    entry = report(model).computed[0]
+    assert [path for path, _ in entry.called] == ["attention"]
 
 
 def test_layers_under_autocast() -> None:
-    model, plain = _pair()
+    model, plain = _applied(Stack)
     exact = _step(plain)
     for m in (model, plain):
         m.float()
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = _step(model), _step(plain)
-    for ours, theirs, right in zip(got, want, exact, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        errors = [(y.double() - right).norm() for y in (ours, theirs)]
-        assert errors[0] <= 1.5 * errors[1] + 1e-3 * right.norm()
+        assert_as_exact(_step(model), _step(plain), exact, 1.5)
     assert paths(report(model)) == LAYERS
 
 
 def test_what_is_not_asked_for_costs_no_graph() -> None:
-    model, plain = _pair()
+    model, plain = _applied(Stack)
     x, mask = stream(2, 7, WIDTH), stream(2, 7, 7)
     with torch.no_grad():
         got, want = model(x, mask), plain(x, mask)
-    for ours, theirs in zip(got, want, strict=True):
-        assert not ours.requires_grad
-        torch.testing.assert_close(ours, theirs)
+    assert not any(y.requires_grad for y in got)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_what_is_not_asked_for_costs_no_graph() -> None:
     ],
 )
 def test_what_hooks_of_a_child_return_is_handed_on(hook: Any) -> None:
-    model, plain = _pair()
+    model, plain = _applied(Stack)
     x = stream(2, 7, WIDTH)
     for m in (model, plain):
         m.layers[0].attention.register_forward_hook(hook)
@@ -158,11 +159,9 @@ def test_what_hooks_of_a_child_return_is_handed_on(hook: Any) -> None:
             torch.testing.assert_close(ours, theirs) if ours is not None else None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
+@pytest.mark.usefixtures("_compiler")
 def test_under_torch_compile() -> None:
-    torch.compiler.reset()
-    model, plain = _pair()
+    model, plain = _applied(Stack)
     graphs = Graphs()
     call = torch.compile(model, backend=graphs, fullgraph=True)
     for _ in range(2):
@@ -170,15 +169,11 @@ def test_under_torch_compile() -> None:
     # Layers call what is kept, so that their parts are computed; what returns inputs is whole.
     assert graphs.sequences == [2 * 3 + 1]
     assert "passing" in paths(report(model))
-    torch.compiler.reset()
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    plain = randomized(Passing())
-    model = copy.deepcopy(plain)
-    opfuser.apply(model)
+    model, plain = _applied(Passing)
     graphs = Graphs()
     call = torch.compile(model, backend=graphs, fullgraph=True)
     x, other = stream(2, 7, WIDTH), stream(3)
@@ -189,7 +184,6 @@ def test_an_input_that_is_given_twice_is_one_under_torch_compile() -> None:
         assert got[1][2] is given[0]
         torch.testing.assert_close(got[1][0], want[1][0])
     assert graphs.sequences == [1, 1, 1]
-    torch.compiler.reset()
 
 
 class Switches(nn.Module):
@@ -220,10 +214,7 @@ class Detaches(nn.Module):
 
 @pytest.mark.parametrize("around", [True, False])
 def test_children_are_called_in_the_mode_of_the_module_or_it_is_kept(around: bool) -> None:
-    torch.manual_seed(0)
-    plain = randomized(Switches(around))
-    model = copy.deepcopy(plain)
-    opfuser.apply(model)
+    model, plain = _applied(Switches, around)
     results = []
     for m in (model, plain):
         torch.manual_seed(0)
@@ -323,8 +314,7 @@ def test_with_caches(name: str, grad: bool) -> None:
             third = m(input_ids=IDS[:, :1], **{CACHE: second.past_key_values})
         results.append([out[0] for out in (first, second, third)])
         assert third.past_key_values.get_seq_length() == IDS.shape[1] + 3
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 class Caching(nn.Module):
@@ -345,10 +335,7 @@ class Caching(nn.Module):
 @pytest.mark.parametrize("grad", [True, False])
 def test_weights_of_keys_that_a_cache_holds(grad: bool) -> None:
     caches = pytest.importorskip("transformers.cache_utils")
-    torch.manual_seed(0)
-    plain = randomized(Caching())
-    model = copy.deepcopy(plain)
-    opfuser.apply(model)
+    model, plain = _applied(Caching)
     inputs = [stream(2, length, WIDTH) for length in (7, 7, 1)]
     results = []
     for m in (model, plain):
@@ -357,8 +344,7 @@ def test_weights_of_keys_that_a_cache_holds(grad: bool) -> None:
             results.append([y for x in inputs for y in m(x, cache)])
         (weights, *_) = results[-1][1:]
         assert weights.requires_grad == grad
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
     assert ("" in paths(report(model))) == grad
 
 
@@ -377,15 +363,9 @@ def test_steps_that_fill_a_cache(name: str) -> None:
         assert [path for path, _ in entry.called] == (["mlp.gelu_impl"] if name == "bloom" else [])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.usefixtures("_compiler")
 def test_weights_of_attention_under_torch_compile() -> None:
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    plain = randomized(Weighing())
-    model = copy.deepcopy(plain)
-    opfuser.apply(model)
+    model, plain = _applied(Weighing)
     graphs = Graphs()
     call = torch.compile(model, backend=graphs, fullgraph=True)
     results = []
@@ -396,17 +376,12 @@ def test_weights_of_attention_under_torch_compile() -> None:
         weight = model.qkv.weight if each is call else plain.qkv.weight
         loss = y.square().mean() + (weights * stream(2, 4, 7, 7)).sum()
         results.append([y, weights, *torch.autograd.grad(loss, [x, weight])])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
     assert graphs.sequences == [1]
-    torch.compiler.reset()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.usefixtures("_compiler")
 def test_buffers_are_in_no_function_of_a_graph() -> None:
-    torch.compiler.reset()
     model, plain, _ = _family("gptj")
     for m in (model.eval(), plain.eval()):
         _holders_of_tables(m)[-1].embed_positions.mul_(0.5)
@@ -415,7 +390,6 @@ def test_buffers_are_in_no_function_of_a_graph() -> None:
     reasons = [reason for entry in report(model).kept for reason, _ in entry.fell_back]
     in_layers = len(_holders_of_tables(model)) > 1
     assert any("made of a buffer" in reason for reason in reasons) == in_layers
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("what", [lambda layer, x: x.shape[1], lambda layer, x: layer.layer_idx])

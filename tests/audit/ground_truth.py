@@ -218,6 +218,11 @@ TRUTHS: dict[str, Truth] = {
     ),
     "bias, dropout, residual": Truth(DropoutSums, X, {"pointwise_chain": (1, 2)}),
     "embedding and norm": Truth(EmbeddedNorms, ((2, 8),), {"embedding_norm": (2, 2)}, torch.int64),
+    "diffusion transformer": Truth(
+        DiTBlock,
+        (*X, (2, D)),
+        {"adaptive_layer_norm": (2, 2), "attention": (1, 1), "activation_linear": (1, 1)},
+    ),
     "nothing, of opfuser": Truth(fused, X, {}),
     "nothing, of torch": Truth(plain, ((2, 3, 8, 8),), {}),
 }

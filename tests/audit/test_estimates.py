@@ -17,6 +17,7 @@ from opfuser.report.traffic import model_traffic
 from tests.report.counted import traffic
 
 from .ground_truth import TRUTHS, D
+from .test_advice import feed_forward
 
 A = 2 * 8 * D * 4  # bytes of an activation
 ROWS = 2 * 8 * 4  # bytes of one number per row
@@ -52,18 +53,6 @@ def test_bias_dropout_and_residual_agree_with_the_traffic_model() -> None:
     assert found.estimate.bytes_saved_per_call == apart.bytes - together.bytes > 0
 
 
-class Plain(nn.Module):
-    """A norm, an MLP and a residual, as many write them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 64), nn.Linear(64, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.gelu(self.up(self.norm(x)), approximate="tanh")
-        return x + torch.sin(self.down(hidden))
-
-
 def kept(m: MissedFusion) -> int:
     (text,) = (part for part in m.instances[0].notes.split("; ") if "kept less" in part)
     return int(text.split(", ")[1].split()[0])
@@ -73,7 +62,7 @@ def test_what_is_kept_agrees_with_the_memory_benchmark() -> None:
     size = Size("meta", "fp32", D, 64, 4, 2, 2, 8)
     with torch.device("meta"):
         x = torch.randn(2, 8, D).requires_grad_()
-        found = audit(Plain(), [x]).missed_fusions
+        found = audit(feed_forward(), [x]).missed_fusions
         norm, up, down = opfuser.LayerNorm(D), opfuser.Linear(D, 64), opfuser.Linear(64, D)
         block = opfuser.Sequential(norm, up, opfuser.GELU(), down)
         together = sum(item.bytes for item in items(block, size))

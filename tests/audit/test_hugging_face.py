@@ -138,10 +138,18 @@ def test_the_loss_of_a_language_model() -> None:
             loss: Tensor = self.model(tokens, labels=tokens).loss
             return loss
 
+    tokens = torch.zeros(2, 512, dtype=torch.int64, device="meta")
     with torch.device("meta"):
-        todo = audit(Trained(), [torch.zeros(2, 512, dtype=torch.int64)])
+        model = Trained()
+    todo = audit(model, [tokens])
     assert counted(todo)["linear_cross_entropy"] == (1, 1)
     (loss,) = (m for m in todo.missed_fusions if m.fused_op == "linear_cross_entropy")
+    told = "opfuser.hf.apply(model, fused_loss=True) replaces this"
+    assert [m.fused_op for m in todo.missed_fusions if told in m.instances[0].notes] == [
+        loss.fused_op
+    ]
+    opfuser.hf.apply(model, fused_loss=True)
+    assert "linear_cross_entropy" not in counted(audit(model, [tokens]))
     assert loss.component_ops == ("linear", "cross_entropy")
     logits = 2 * 512 * 8192 * 4
     assert loss.estimate.bytes_saved_per_call > logits

@@ -16,6 +16,7 @@ from opfuser.applying import report
 from opfuser.errors import NotSupportedError
 from opfuser.integrations.hf.attention_function import attention_forward
 from tests.applying.models import IDS, assert_equal_steps, inputs_of, step
+from tests.applying.test_biases import model_of as t5_of
 from tests.reading.tiny import CACHE, model_of
 
 transformers = pytest.importorskip("transformers")
@@ -96,19 +97,11 @@ def test_caps_and_sinks_are_those_of_eager(family: str, sizes: dict[str, Any]) -
 @pytest.mark.parametrize("family", ["T5", "MT5", "UMT5"])
 def test_t5_trains_its_table_of_positions(family: str) -> None:
     """Encoder, decoder and cross-attention, the first with padding."""
-    config_of = getattr(transformers, f"{family}Config")
-    kind = getattr(transformers, f"{family}ForConditionalGeneration")
-    if not kind._supports_sdpa:
+    if not getattr(transformers, f"{family}ForConditionalGeneration")._supports_sdpa:
         pytest.skip("calls no function of attention, as in transformers 5.0")
     found = []
     for implementation in ("opfuser", "sdpa"):
-        torch.manual_seed(0)
-        config = config_of(
-            d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3, vocab_size=99, dropout_rate=0.0,
-            relative_attention_num_buckets=8, relative_attention_max_distance=6,
-            decoder_start_token_id=0, attn_implementation=implementation,
-        )  # fmt: skip
-        model = kind(config).double()
+        model = t5_of(family, implementation)
         assert model.config._attn_implementation == implementation
         model(input_ids=IDS, attention_mask=PADDED, labels=IDS[:, :5].contiguous()).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import enum
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +16,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser import hf
 from opfuser.applying import report
-from opfuser.integrations.hf import kernel_layers
-from tests.applying.models import assert_equal_steps, inputs_of, llama, step
+from tests.applying.models import assert_as_exact, assert_equal_steps, inputs_of, llama, step
 
 PATHS = ("layers.1.input_layernorm", "layers.2.mlp")
 
@@ -70,12 +71,25 @@ def test_kernels_of_others_stay(layer: type[nn.Module], when: str) -> None:
         assert forward.__func__ is layer.forward
 
 
+class Mode(enum.Flag):
+    """Those of the library that opfuser's layers are for."""
+
+    TRAINING = enum.auto()
+    INFERENCE = enum.auto()
+    TORCH_COMPILE = enum.auto()
+
+
 def ours(model: nn.Module) -> nn.Module:
     """The model with opfuser's layers, which the library gives modules in the same way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "kernels", types.SimpleNamespace(Mode=Mode))
+        mapping = hf.kernel_mapping()
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "MLP")):
-            layer = kernel_layers._Repository("RMSNorm").load()
-            module.forward = types.MethodType(layer.forward, module)
+        for kind, name in (("RMSNorm", "RMSNorm"), ("MLP", "SwiGLUMLP")):
+            if type(module).__name__.endswith(kind):
+                mode = Mode.TRAINING if module.training else Mode.INFERENCE
+                layer = mapping[name]["cpu"][mode].load()
+                module.forward = types.MethodType(layer.forward, module)
     return model
 
 
@@ -83,7 +97,7 @@ def ours(model: nn.Module) -> nn.Module:
 def test_our_layers_compute_what_they_replace(training: bool) -> None:
     model = ours(llama().train(training))
     assert_equal_steps(step(model), step(llama().train(training)))
-    found = {e.path: e.operations for e in hf_report(model)}
+    found = {e.path: e.operations for e in report(model).computed}
     assert found["layers.1.mlp"] == "MergedLinear x2, Gated, Linear"
     assert found["norm"] == "Norm"
     twin = copy.deepcopy(model)
@@ -102,18 +116,11 @@ def test_our_layers_compute_what_they_replace(training: bool) -> None:
     assert_equal_steps(step(model), step(changed))
 
 
-def hf_report(model: nn.Module) -> tuple[Any, ...]:
-    return report(model).computed
-
-
 def test_our_layers_in_bf16_are_as_exact_as_torch() -> None:
     exact, plain = llama(), llama().bfloat16()
     exact.load_state_dict(plain.state_dict())
     model = ours(copy.deepcopy(plain))
-    for a, b, c in zip(step(model), step(plain), step(exact)):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        error, allowed = ((t.double() - c).norm() for t in (a, b))
-        assert error <= 2 * allowed + 1e-9
+    assert_as_exact(step(model), step(plain), step(exact), floor=1e-9)
 
 
 def test_apply_reads_through_our_layers() -> None:
@@ -124,7 +131,7 @@ def test_apply_reads_through_our_layers() -> None:
     assert_equal_steps(step(model), want)
     opfuser.revert(model)
     assert_equal_steps(step(model), want)
-    assert {e.path for e in hf_report(model)} >= {"norm", "layers.0.mlp"}
+    assert {e.path for e in report(model).computed} >= {"norm", "layers.0.mlp"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -148,7 +155,7 @@ def test_kernelize_takes_our_mapping() -> None:
             with kernels.use_kernel_mapping(hf.kernel_mapping(), inherit_mapping=False):
                 kernels.kernelize(model, mode=mode, device="cpu", use_fallback=False)
             assert_equal_steps(step(model), want)
-            assert {e.path for e in hf_report(model)} >= {"norm", "layers.0.mlp"}
+            assert {e.path for e in report(model).computed} >= {"norm", "layers.0.mlp"}
     finally:
         for kind in kinds:
             del kind.kernel_layer_name, kind.kernel_condition

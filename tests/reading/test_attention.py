@@ -145,66 +145,62 @@ def test_a_part_of_what_a_projection_returns_is_read() -> None:
         q, k, v = m.qkv(x).unflatten(-1, (3, HEADS, SIZE)).permute(2, 0, 3, 1, 4)
         return q[..., 3:], k[..., :5], v[..., 1:7]
 
-    example = example_of(heads=heads)
-    example.module.out = nn.Linear(HEADS * 6, WIDTH).double()
+    example = Example(narrow(Attends(heads), 6), (stream().requires_grad_(),))
     reorder = found(example, Reorder)
     assert (reorder.size, reorder.count, len(reorder.blocks)) == (1, 96, HEADS * (5 + 5 + 6))
 
 
-class Cached(Attends):
-    """Attention with a cache, whose heads turn at their ends, or at their starts if ``starts``."""
+def ends_turn(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    q, k, v = split(m, x)
+    return *(torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k)), v
 
-    starts = False
+
+def starts_turn(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """And values are smaller than keys."""
+    q, k, v = split(m, x)
+    q, k = (torch.cat([turned(t[..., :4], cos, sin), t[..., 4:]], -1) for t in (q, k))
+    return q, k, v[..., :5]
+
+
+class Cached(Attends):
+    """Attention with a cache."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
-        q, k, v = split(self, x)
-        if self.starts:
-            q, k = (torch.cat([turned(t[..., :4], cos, sin), t[..., 4:]], -1) for t in (q, k))
-            v = v[..., :5]
-        else:
-            q, k = (torch.cat([t[..., :4], turned(t[..., 4:], cos, sin)], -1) for t in (q, k))
+        q, k, v = self.heads(self, x, cos, sin)
         if cache is not None:
             k, v = cache.update(k, v, 0)
         return self.out(joined(causal(q, k, v)))
+
+
+def narrow(module: Attends, size: int = 5) -> Attends:
+    """With an output projection for values of that size."""
+    module.out = nn.Linear(HEADS * size, WIDTH).double()
+    return module
 
 
 def test_heads_whose_ends_turn_are_not_cached() -> None:
     """As the cache would get their entries in the order in which they turn."""
     given = stream(), *angles(4)
-    assert found(Example(Cached(), (*given, None)), Rotary).size == 4
+    assert found(Example(Cached(ends_turn), (*given, None)), Rotary).size == 4
     cache = transformers.DynamicCache()
     with torch.no_grad(), pytest.raises(KeptError, match="turns the last entries of keys"):
-        read(trace(Cached(), (*given, cache), {}).dataflow)
-
-
-class Scales(Attends):
-    """Attention whose keys are multiplied before a cache keeps them, or queries if ``queries``."""
-
-    queries = False
-
-    def forward(self, x: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
-        q, k, v = split(self, x)
-        q, k = (q * 1.5, k) if self.queries else (q, k * 1.5)
-        if cache is not None:
-            k, v = cache.update(k, v, 0)
-        return self.out(joined(causal(q, k, v)))
+        read(trace(Cached(ends_turn), (*given, cache), {}).dataflow)
 
 
 def test_keys_that_are_scaled_are_not_cached() -> None:
     """As attention scales its scores, and the cache would get them without that."""
-    module = Scales()
-    assert_recomputed(Example(module, (stream(), None)))
-    cache = transformers.DynamicCache()
+    given, cache = (stream(), *angles(4)), transformers.DynamicCache()
+    module = Cached(lambda m, x, *_: [f * t for f, t in zip((1, 1.5, 1), split(m, x))])
+    assert_recomputed(Example(module, (*given, None)))
     with torch.no_grad(), pytest.raises(KeptError, match="scales the keys that a cache keeps"):
-        read(trace(module, (stream(), cache), {}).dataflow)
-    module.queries = True
+        read(trace(module, (*given, cache), {}).dataflow)
+    module = Cached(lambda m, x, *_: [f * t for f, t in zip((1.5, 1, 1), split(m, x))])
     with torch.no_grad():
-        assert_recomputed(Example(module, (stream(), cache)))
+        assert_recomputed(Example(module, (*given, cache)))
 
 
 def test_keys_beside_values_of_another_size_are_cached() -> None:
-    module = Cached()
-    module.starts, module.out = True, nn.Linear(HEADS * 5, WIDTH).double()
+    module = narrow(Cached(starts_turn))
     with torch.no_grad():
         assert_recomputed(Example(module, (stream(), *angles(4), transformers.DynamicCache())))
 
@@ -222,8 +218,6 @@ def test_heads_whose_ends_turn_after_a_norm() -> None:
 class TellsMore(Cached):
     """Hands more to the cache than keys and values, as models of transformers do."""
 
-    starts = True
-
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:  # type: ignore[override]
         def update(k: Tensor, v: Tensor, layer: int) -> Any:
             return cache.update(k, v, layer, {"scale": 2.0})
@@ -237,8 +231,7 @@ class Scaling(transformers.cache_utils.DynamicLayer):
 
 
 def test_a_cache_that_may_read_more_than_keys_and_values_gets_it() -> None:
-    module = TellsMore()
-    module.out = nn.Linear(HEADS * 5, WIDTH).double()
+    module = narrow(TellsMore(starts_turn))
     given = stream(), *angles(4)
     plain, scaling = transformers.DynamicCache(), transformers.DynamicCache()
     scaling.layers.append(Scaling())
@@ -257,8 +250,7 @@ def test_norms_of_heads_beside_values_of_another_size() -> None:
         q, k = (F.rms_norm(t, (SIZE,), None, 1e-5) for t in (q, k))
         return q, k, v[..., :5]
 
-    module = Attends(heads)
-    module.out = nn.Linear(HEADS * 5, WIDTH).double()
+    module = narrow(Attends(heads))
     with pytest.raises(KeptError, match="norms of heads beside values of another size"):
         read_of(Example(module, (stream(),)))
 

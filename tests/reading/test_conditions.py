@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import opfuser
 from opfuser.applying import report
@@ -19,10 +19,9 @@ from opfuser.reading.operations import Attention
 
 from .families import stream
 from .recomputed import Example, assert_equal_steps, assert_recomputed, operation_in, read_of
+from .test_biases import HEADS, SIZE, WIDTH, Biased
 from .tiny import BATCH, LENGTH
 
-HEADS, SIZE = 4, 8
-WIDTH = HEADS * SIZE
 INF = float("-inf")
 PADDING = torch.ones(BATCH, LENGTH, dtype=torch.long)
 PADDING[:, LENGTH - 3 :] = 0
@@ -31,26 +30,17 @@ SEEN[..., 0] = True
 Hide = Callable[..., Tensor]
 
 
-class ByHand(nn.Module):
-    """Causal self-attention, written out; ``hide`` is given scores, the module and the masks."""
+def by_hand(hide: Hide, flat: bool = False) -> Biased:
+    """Self-attention, written out; ``hide`` is given scores, the module and the masks."""
 
-    def __init__(self, hide: Hide, flat: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hide, self.flat = hide, flat
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("lower", torch.tril(torch.ones(2 * LENGTH, 2 * LENGTH))[None, None])
-        self.double()
-
-    def forward(self, x: Tensor, *masks: Tensor) -> Tensor:
+    def attend(m: Biased, q: Tensor, k: Tensor, v: Tensor, x: Tensor, *masks: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
-        if self.flat:
+        if flat:
             q, k, v = (t.reshape(b * HEADS, s, SIZE) for t in (q, k, v))
-        scores = self.hide(q @ k.transpose(-2, -1) / math.sqrt(SIZE), self, *masks)
-        y = scores.softmax(-1) @ v
-        y = y.view(b, HEADS, s, SIZE) if self.flat else y
-        return self.out(y.transpose(1, 2).reshape(b, s, WIDTH))
+        scores = hide(q @ k.transpose(-2, -1) / math.sqrt(SIZE), m, *masks)
+        return (scores.softmax(-1) @ v).view(b, HEADS, s, SIZE)
+
+    return Biased(attend)
 
 
 def after(s: Tensor) -> Tensor:
@@ -89,7 +79,7 @@ READ: dict[str, tuple[Hide, tuple[Tensor, ...], int]] = {
 @pytest.mark.parametrize("name", READ)
 def test_keys_hidden_by_minus_infinity(name: str) -> None:
     hide, masks, count = READ[name]
-    given = Example(ByHand(hide), (stream().requires_grad_(), *masks))
+    given = Example(by_hand(hide), (stream().requires_grad_(), *masks))
     reading = assert_recomputed(given)
     assert len(operation_in(reading, Attention).conditions) == count
     shorter = stream()[:, : LENGTH - 2].clone().requires_grad_()
@@ -101,7 +91,7 @@ def test_keys_hidden_by_minus_infinity(name: str) -> None:
 
 def test_a_buffer_is_read_at_every_call() -> None:
     hide, *_ = READ["of a buffer"]
-    given = Example(ByHand(hide), (stream().requires_grad_(),))
+    given = Example(by_hand(hide), (stream().requires_grad_(),))
     built = build(assert_recomputed(given), given.module)
     given.module.lower[..., 4, 1:3] = 0
     assert_equal_steps(given, built)
@@ -111,7 +101,7 @@ def test_a_buffer_is_read_at_every_call() -> None:
 
 def test_queries_that_see_no_key() -> None:
     """They get 0 in place of NaN, and what sees keys gets the gradients of what sees keys."""
-    module = ByHand(READ["given as it is"][0])
+    module = by_hand(READ["given as it is"][0])
     seen = SEEN.clone()
     seen[:, :, 2] = False
     x = stream().requires_grad_()
@@ -153,12 +143,12 @@ KEPT: dict[str, tuple[Hide, tuple[Tensor, ...], str]] = {
 def test_what_is_kept(name: str) -> None:
     hide, masks, reason = KEPT[name]
     with pytest.raises(KeptError, match=reason):
-        read_of(Example(ByHand(hide), (stream().requires_grad_(), *masks)))
+        read_of(Example(by_hand(hide), (stream().requires_grad_(), *masks)))
 
 
 def test_batch_and_heads_in_one_dimension() -> None:
-    assert_recomputed(Example(ByHand(READ["of sizes"][0], flat=True), (stream(),)))
-    flat = ByHand(lambda s, m: s.masked_fill(lower(s, m)[0] == 0, INF), flat=True)
+    assert_recomputed(Example(by_hand(READ["of sizes"][0], flat=True), (stream(),)))
+    flat = by_hand(lambda s, m: s.masked_fill(lower(s, m)[0] == 0, INF), flat=True)
     with pytest.raises(KeptError, match="of batch and heads in one"):
         read_of(Example(flat, (stream(),)))
 
@@ -166,7 +156,7 @@ def test_batch_and_heads_in_one_dimension() -> None:
 @pytest.mark.filterwarnings("ignore:opfuser.apply. under torch.compile")
 def test_under_compile_what_is_made_of_sizes_is_in_the_graph() -> None:
     for name, is_computed in ("of sizes", True), ("of a buffer", False):
-        module, x = ByHand(READ[name][0]), stream()
+        module, x = by_hand(READ[name][0]), stream()
         want = module(x)
         opfuser.apply(module, example=x)
         with torch.no_grad():
@@ -178,4 +168,4 @@ def test_under_compile_what_is_made_of_sizes_is_in_the_graph() -> None:
 
 def test_no_sequence_makes_conditions() -> None:
     with pytest.raises(NotSupportedError, match="hides keys on a condition that it computes"):
-        opfuser.from_torch(ByHand(READ["of sizes"][0]), example=stream())
+        opfuser.from_torch(by_hand(READ["of sizes"][0]), example=stream())

@@ -114,26 +114,22 @@ def twice(self: Layers, x: Tensor) -> Tensor:
     return x + y
 
 
-def seen_behind(self: Layers, x: Tensor) -> Tensor:
+def filled(self: Layers, x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     y[..., :5].copy_(self.a(x)[..., :5])
     y[..., 5:].copy_(self.b(x)[..., 5:])
+    return y
+
+
+def seen_behind(self: Layers, x: Tensor) -> Tensor:
+    y = filled(self, x)
     return x + torch.cat([y.mT.mT[..., :9], y[..., 9:]], -1)
 
 
 def written_behind(self: Layers, x: Tensor) -> Tensor:
-    y = torch.empty_like(x)
-    y[..., :5].copy_(self.a(x)[..., :5])
-    y[..., 5:].copy_(self.b(x)[..., 5:])
+    y = filled(self, x)
     y[..., :9].mul_(2.0)
     return x + y
-
-
-def written_through(self: Layers, x: Tensor) -> Tensor:
-    y = torch.empty_like(x)
-    y[..., :5].copy_(self.a(x)[..., :5])
-    y[..., 5:].copy_(self.b(x)[..., 5:])
-    return x + y.view(-1, WIDTH).mul_(2.0).view(x.shape)
 
 
 READ: dict[str, Callable[..., Tensor]] = {
@@ -147,7 +143,9 @@ READ: dict[str, Callable[..., Tensor]] = {
     "SiLU": lambda self, x: self.b(F.silu(self.a(x), inplace=True)),
     "parts": parts(5, WIDTH),
     "views of parts, side by side": seen_behind,
-    "parts that are written to through a view": written_through,
+    "parts that are written to through a view": lambda self, x: (
+        x + filled(self, x).view(-1, WIDTH).mul_(2.0).view(x.shape)
+    ),
     "many parts": parts(3, 9, 20, WIDTH),
     "a part after the next": after_the_next,
     "a part twice": twice,
@@ -160,12 +158,6 @@ def seen_by_a_view(self: Layers, x: Tensor) -> Tensor:
     view = y.view(-1, WIDTH)
     y += self.b(x)
     return view.view(x.shape) + x
-
-
-def of_a_part(self: Layers, x: Tensor) -> Tensor:
-    y = self.a(x)
-    y[..., :4] += 1
-    return y + x
 
 
 def part_of_what_is_read(self: Layers, x: Tensor) -> Tensor:
@@ -234,7 +226,7 @@ def of_its_own_part(self: Layers, x: Tensor) -> Tensor:
 _EMPTY = "computes (new_empty|empty_like)|writes in place"
 KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a view sees it": (seen_by_a_view, "writes in place by add_"),
-    "a part": (of_a_part, "writes in place by __setitem__"),
+    "a part": (lambda self, x: (y := self.a(x)).__setitem__(0, 1) or y, "by __setitem__"),
     "a part of what is read": (part_of_what_is_read, "writes in place by add_"),
     "detached": (under_detach, "writes in place by add_"),
     "the input": (of_the_input, "writes in place by add_"),
@@ -247,10 +239,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], str]] = {
     "every other column of a part": (parts(5, WIDTH, step=2), _EMPTY),
     "a part that is broadcast": (parts(5, WIDTH, like=lambda y: y[:1]), _EMPTY),
     "a part that is rounded": (parts(5, WIDTH, like=lambda y: y.float()), _EMPTY),
-    "parts that are seen in between": (
-        seen_in_between,
-        _EMPTY,
-    ),
+    "parts that are seen in between": (seen_in_between, _EMPTY),
     "a view of parts": (with_a_view, _EMPTY),
     "a part of itself": (of_its_own_part, _EMPTY),
     "parts that are written to behind": (written_behind, "writes in place by mul_"),

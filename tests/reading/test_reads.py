@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from opfuser.reading.siblings import sibling_reads
 from opfuser.reading.tracer import Trace, trace
@@ -31,30 +30,17 @@ def trace_of(layer: nn.Module) -> Trace:
     return trace(layer, (x,), rotary)
 
 
-class Renamed(nn.Linear):
-    pass
-
-
+# Others, and what becomes of them, are in tests/applying/test_adversities.py.
 CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "implementation": lambda m, p: setattr(m.self_attn.config, "_attn_implementation", "eager"),
-    "scale": lambda m, p: setattr(m.self_attn, "scaling", 0.5),
-    "epsilon": lambda m, p: setattr(m.input_layernorm, "variance_epsilon", 1e-3),
     "dropout": lambda m, p: m.self_attn.train(not m.self_attn.training),
     "activation": lambda m, p: setattr(m.mlp, "act_fn", nn.ReLU()),
-    "class": lambda m, p: setattr(m.mlp.up_proj, "__class__", Renamed),
     "bias": lambda m, p: setattr(m.mlp.up_proj, "bias", nn.Parameter(torch.zeros(48))),
     "weight": lambda m, p: setattr(m.mlp.up_proj, "weight", nn.Parameter(torch.zeros(48, 32))),
     "dtype": lambda m, p: m.post_attention_layernorm.double(),
-    "parametrization": lambda m, p: parametrizations.weight_norm(m.mlp.up_proj),
-    "hook": lambda m, p: m.mlp.register_forward_hook(lambda *_: None),
-    "pre-hook": lambda m, p: m.mlp.register_forward_pre_hook(lambda *_: None),
-    "backward hook": lambda m, p: m.mlp.register_full_backward_hook(lambda *_: None),
-    "forward": lambda m, p: setattr(m.mlp, "forward", lambda x: x),
-    "forward of a class": lambda m, p: p.setattr(llama.LlamaMLP, "forward", lambda self, x: x),
     "own forward's class": lambda m, p: p.setattr(type(m), "forward", lambda self, x: x),
     "attribute of a class": lambda m, p: p.setattr(type(m), "gradient_checkpointing", True),
     "attribute instead": lambda m, p: setattr(m, "gradient_checkpointing", True),
-    "function": lambda m, p: p.setattr(llama, "apply_rotary_pos_emb", lambda q, k, *_: (q, k)),
     "torch's function": lambda m, p: p.setattr(F, "scaled_dot_product_attention", lambda q, *_: q),
     "registry": lambda m, p: p.setitem(
         type(llama.ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", lambda *_: None

@@ -40,55 +40,10 @@ def test_a_llama_layer_has_one_trace_for_all_lengths_but_one(length: int) -> Non
     assert not accepts(found, x, **rotary)
 
 
-def windows(self: Any, x: Tensor) -> Tensor:
-    return x.view(x.shape[0], -1, 3, WIDTH).flatten(1, 2)
-
-
-def by_length(self: Any, x: Tensor) -> Tensor:
-    return x * 2 if x.shape[1] > 4 else x + 1
-
-
-def by_derived_length(self: Any, x: Tensor) -> Tensor:
-    y = torch.cat([x, x], 1)
-    return x * 2 if y.shape[1] > 16 else x + 1
-
-
-def by_joined_length(self: Any, x: Tensor) -> Tensor:
-    y = x.view(x.shape[0] * x.shape[1], WIDTH)
-    return x * 2 if y.shape[0] > 20 else x + 1
-
-
-def by_joined_width(self: Any, x: Tensor) -> Tensor:
-    y = x.repeat(2, 1, 1).view(x.shape[0] * 2, -1, WIDTH)
-    return x * 2 if y.shape[0] == WIDTH else x + 1
-
-
-def by_a_length_like_another(self: Any, x: Tensor) -> Tensor:
-    y = x[:, :1].expand(-1, 3, -1).reshape(x.shape[0] * 3, WIDTH)
-    return x * 2 if y.shape[0] == x.shape[1] else x + 1
-
-
-def by_length_of_a_part(self: Any, x: Tensor) -> Tensor:
-    y = x.view(*x.shape[:2], 2, -1).permute(2, 0, 1, 3)[0]
-    return x * 2 if y.shape[1] > 5 else x + 1
-
-
 def unrolled(self: Any, x: Tensor) -> Tensor:
     for i in range(x.shape[1]):
         x = x + i
     return x
-
-
-def iterated(self: Any, x: Tensor) -> Tensor:
-    return torch.stack([row * 2 for row in x])
-
-
-def counted(self: Any, x: Tensor) -> Tensor:
-    return torch.stack([x * 2] * len(x))
-
-
-def looked_up(self: Any, x: Tensor) -> Tensor:
-    return x * {3: 1.0, 6: 2.0}.get(x.shape[1], 3.0)
 
 
 def split(self: Any, x: Tensor) -> Tensor:
@@ -100,12 +55,22 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "any": lambda self, x: x.view(x.size(0), -1, 2, 4).transpose(1, 2).reshape(x.shape),
     "product": lambda self, x: x.view(x.shape[0] * x.shape[1], WIDTH) + 1,
     "numel": lambda self, x: x.view(x.numel() // WIDTH, WIDTH) + 1,
-    "condition": by_length,
-    "derived condition": by_derived_length,
-    "joined condition": by_joined_length,
-    "joined to a constant": by_joined_width,
-    "joined by chance": by_a_length_like_another,
-    "condition of a part": by_length_of_a_part,
+    "condition": lambda self, x: x * 2 if x.shape[1] > 4 else x + 1,
+    "derived condition": lambda self, x: x * 2 if torch.cat([x, x], 1).shape[1] > 16 else x + 1,
+    "joined condition": lambda self, x: (
+        x * 2 if x.view(x.shape[0] * x.shape[1], WIDTH).shape[0] > 20 else x + 1
+    ),
+    "joined to a constant": lambda self, x: (
+        x * 2 if x.repeat(2, 1, 1).view(x.shape[0] * 2, -1, WIDTH).shape[0] == WIDTH else x + 1
+    ),
+    "joined by chance": lambda self, x: (
+        x * 2
+        if x[:, :1].expand(-1, 3, -1).reshape(x.shape[0] * 3, WIDTH).shape[0] == x.shape[1]
+        else x + 1
+    ),
+    "condition of a part": lambda self, x: (
+        x * 2 if x.view(*x.shape[:2], 2, -1).permute(2, 0, 1, 3)[0].shape[1] > 5 else x + 1
+    ),
     "both": lambda self, x: x + 1 if x.shape[0] < x.shape[1] else x * 2,
     "equal": lambda self, x: x + 1 if x.shape[0] == x.shape[1] else x * 2,
     "odd": lambda self, x: x + 1 if x.shape[1] % 2 else x * 2,
@@ -117,12 +82,12 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "root": lambda self, x: x * x.shape[1] ** -0.5,
     "square root": lambda self, x: x * math.sqrt(x.shape[1]),
     "quotient": lambda self, x: x / (x.shape[1] / 2),
-    "literal": windows,
+    "literal": lambda self, x: x.view(x.shape[0], -1, 3, WIDTH).flatten(1, 2),
     "literal without effect": lambda self, x: x.reshape(-1, 3, WIDTH) + 1,
     "loop": unrolled,
-    "rows": iterated,
-    "count": counted,
-    "dict": looked_up,
+    "rows": lambda self, x: torch.stack([row * 2 for row in x]),
+    "count": lambda self, x: torch.stack([x * 2] * len(x)),
+    "dict": lambda self, x: x * {3: 1.0, 6: 2.0}.get(x.shape[1], 3.0),
     "split": split,
     "filled": lambda self, x: x + torch.full((WIDTH,), x.shape[1]),
     "padded": lambda self, x: F.pad(x, (0, 0, 0, 9 - x.shape[1] % 9)),

@@ -29,8 +29,15 @@ def test_what_is_wrong_is_told(
     def wrong(*args: object) -> None:
         raise AssertionError("the output")
 
-    monkeypatch.setattr(sweep, "assert_equal_steps", wrong)
-    assert sweep.main(["gpt2", "--no-mutants"]) == 1
+    def raises(*args: object) -> None:
+        raise RuntimeError("permute")
+
+    for name, error in (
+        ("assert_equal_steps", wrong), ("assert_equal_steps", raises), ("read_of", raises),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(sweep, name, error)
+            assert sweep.main(["gpt2", "--no-mutants"]) == 1
     monkeypatch.setattr(sweep, "assert_equal_steps", lambda *args: None)
     monkeypatch.setattr(sweep, "outcome_of", wrong)
     monkeypatch.setattr(sweep, "mutants_of", lambda example: mutants_of(example)[:1])
@@ -38,24 +45,12 @@ def test_what_is_wrong_is_told(
     assert sweep.main(["gpt2", "no such family", "--no-mutants"]) == 0
     told = capsys.readouterr().out
     assert "gpt2, h.0, evaluation: AssertionError: the output" in told
+    assert "gpt2, h.0, training: RuntimeError: permute" in told
+    assert "gpt2, evaluation: RuntimeError: permute" in told  # no error of the family
     assert "gpt2, h.0, training: clamp behind operation 0 is missed: AssertionError" in told
     assert "no such family, evaluation: no tiny model: KeyError" in told
     assert "gpt2: 10 traces, " in told
     assert told.splitlines()[-1].startswith("1 families, ")
-
-
-def test_an_error_of_what_was_read_is_no_error_of_the_family(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def raises(*args: object) -> None:
-        raise RuntimeError("permute")
-
-    monkeypatch.setattr(sweep, "assert_equal_steps", raises)
-    assert sweep.main(["gpt2", "--no-mutants"]) == 1
-    assert "gpt2, h.0, training: RuntimeError: permute" in capsys.readouterr().out
-    monkeypatch.setattr(sweep, "read_of", raises)
-    assert sweep.main(["gpt2", "--no-mutants"]) == 1
-    assert "gpt2, evaluation: RuntimeError: permute" in capsys.readouterr().out
 
 
 def test_parts_of_a_sweep_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,23 +210,8 @@ def in_other_autocast(self: Any, x: Tensor) -> Tensor:
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-def sets_attribute(self: Any, x: Tensor) -> Tensor:
-    self.last = x
-    return x + 1
-
-
 def deletes_attribute(self: Any, x: Tensor) -> Tensor:
     del self.inner.bias
-    return x + 1
-
-
-def sets_in_dict(self: Any, x: Tensor) -> Tensor:
-    self.__dict__["last"] = x
-    return x + 1
-
-
-def appends(self: Any, x: Tensor) -> Tensor:
-    written.append(x)
     return x + 1
 
 
@@ -291,33 +276,6 @@ def counts_in_another_class(self: Any, x: Tensor) -> Tensor:
     return x + Tally.calls
 
 
-def counts_in_a_function_that_is_not_called(self: Any, x: Tensor) -> Tensor:
-    variables.calls = 1  # type: ignore[attr-defined]
-    return x + 1
-
-
-def sets_what_a_parameter_has_not(self: Any, x: Tensor) -> Tensor:
-    self.inner.bias.seen = True
-    return x + 1
-
-
-def appends_to_a_new_list(self: Any, x: Tensor) -> Tensor:
-    self.__dict__.setdefault("lists", [written])[0].append(x)
-    return x + 1
-
-
-def draws_in_python(self: Any, x: Tensor) -> Tensor:
-    return x + random.random()
-
-
-def draws_of_its_own(self: Any, x: Tensor) -> Tensor:
-    return x + generator.random()
-
-
-def draws_in_numpy(self: Any, x: Tensor) -> Tensor:
-    return x + float(np.random.rand())
-
-
 def counting(self: Any, x: Tensor) -> Tensor:
     calls = 0
 
@@ -365,25 +323,31 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "closure": (counting, "writes to a variable of another function"),
     "strides": (lambda self, x: x + x.stride(0), "asks for stride"),
     "graph": (lambda self, x: (x * 2).is_leaf and x, "asks for is_leaf"),
-    "attribute": (sets_attribute, "sets its attribute 'last'"),
+    "attribute": (lambda self, x: setattr(self, "last", x) or x + 1, "sets its attribute 'last'"),
     "deleted": (deletes_attribute, "writes to attributes"),
-    "dict": (sets_in_dict, "writes to attributes"),
+    "dict": (lambda self, x: self.__dict__.update(last=x) or x + 1, "writes to attributes"),
     "memo": (lambda self, x: x + ones(), "fills a cache"),
-    "list": (appends, "writes to a list"),
+    "list": (lambda self, x: written.append(x) or x + 1, "writes to a list"),
     "global": (counts, "writes to a global"),
-    "python's random": (draws_in_python, "draws random numbers"),
-    "a generator's random": (draws_of_its_own, "draws random numbers"),
+    "python's random": (lambda self, x: x + random.random(), "draws random numbers"),
+    "a generator's random": (lambda self, x: x + generator.random(), "draws random numbers"),
     "parameter": (counts_in_a_parameter, "writes to attributes"),
     "class": (counts_in_its_class, "writes to 'calls' of a class"),
     "attribute of a function": (counts_in_a_function, "writes to attributes"),
     "variables": (counts_in_variables, "writes to a variable of another function"),
     "another class": (counts_in_another_class, "writes to 'calls' of a class"),
     "new attribute of a function": (
-        counts_in_a_function_that_is_not_called,
+        lambda self, x: setattr(variables, "calls", 1) or x + 1,
         "writes to attributes",
     ),
-    "new attribute of a parameter": (sets_what_a_parameter_has_not, "writes to attributes"),
-    "list in attributes": (appends_to_a_new_list, "writes to a list"),
+    "new attribute of a parameter": (
+        lambda self, x: setattr(self.inner.bias, "seen", True) or x + 1,
+        "writes to attributes",
+    ),
+    "list in attributes": (
+        lambda self, x: self.__dict__.setdefault("lists", [written])[0].append(x) or x + 1,
+        "writes to a list",
+    ),
     "hidden attribute": (
         lambda self, x: x + object.__getattribute__(self, "calls"),
         "reads by object.__getattribute__",
@@ -511,7 +475,7 @@ def swallows(self: Any, x: Tensor) -> Tensor:
 
 
 KEPT: dict[str, tuple[Callable[..., Any], str]] = {
-    "numpy's random": (draws_in_numpy, ", a RandomState"),
+    "numpy's random": (lambda self, x: x + float(np.random.rand()), ", a RandomState"),
     "queue": (lambda self, x: x + turned.popleft(), "reads 'turned', a deque"),
     "iterator": (lambda self, x: x + next(numbers), "reads 'numbers', a list_iterator"),
     "nested list": (
