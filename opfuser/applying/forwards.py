@@ -271,6 +271,10 @@ class State(CompiledCalls):
     def _decide(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
         decisions = self.decisions
         if len(decisions) < _DECISIONS_AT_MOST:
+            for child in module.modules():  # a copy that no call has come to yet
+                own = child.__dict__.get("forward")
+                if is_applied(own) and own.__self__ is not child:
+                    install(child, State(self.application))
             found = self.application.decide(module, args, kwargs, decisions)
             if found[0] not in decisions:
                 decisions.append(found[0])

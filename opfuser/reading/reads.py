@@ -63,7 +63,7 @@ def contents(container: Any) -> list[Any]:
 
 
 def ordered_by(mapping: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """The type whose methods tell the order of a dict, of which its own class may make something."""
+    """The type whose methods tell what a dict holds, and in which order."""
     return OrderedDict if isinstance(mapping, OrderedDict) else dict
 
 
