@@ -296,7 +296,7 @@ def test_a_shallow_copy_within_what_is_read_computes_with_its_own_children() -> 
         m.append(copied)
         got.append([m(x), m(x), copied(x)])
     assert_equal_steps(*got)
-    assert paths(report(model)) == [""]
+    assert paths(report(model)) == ["", "1"]
 
 
 def test_a_shallow_copy_has_a_forward_of_its_own_from_the_start() -> None:
