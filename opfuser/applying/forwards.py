@@ -272,7 +272,7 @@ class State(CompiledCalls):
         decisions = self.decisions
         if len(decisions) < _DECISIONS_AT_MOST:
             for child in module.modules():  # a copy that no call has come to yet
-                own = child.__dict__.get("forward")
+                own: Any = child.__dict__.get("forward")
                 if is_applied(own) and own.__self__ is not child:
                     install(child, State(self.application))
             found = self.application.decide(module, args, kwargs, decisions)
