@@ -272,6 +272,10 @@ class State(CompiledCalls):
     def _decide(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
         decisions = self.decisions
         if len(decisions) < _DECISIONS_AT_MOST:
+            for child in module.modules():  # a copy that no call has come to yet
+                state, own = state_of(child), child.__dict__.get("forward")
+                if state is not None and state.module() is not child and is_applied(own):
+                    install(child, type(state)(state.application))
             found = self.application.decide(module, args, kwargs, decisions)
             if found[0] not in decisions:
                 decisions.append(found[0])

@@ -105,17 +105,17 @@ def generate(  # noqa: PLR0913 - by keyword
     ends, pad = _ends(eos_token_id, pad_token_id)
     length, total = _lengths(tokens, max_new_tokens)
     decoder = _decoder(model, total, static_cache)
-    seen, positions = None, None
+    seen, positions, padding = None, None, 0
     last = torch.full((1,), length - 1, device=tokens.device)
     if mask is not None:
-        _check_mask(mask, tokens)
+        padding = _padding(mask, tokens)
         seen = nn.functional.pad(mask, (0, max_new_tokens), value=True)
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
         last = positions[:, -1:]
 
     def keywords(positions: Tensor | None) -> _Keywords:
         shown = seen if seen is None or static_cache else seen[:, :length]
-        return _op_kwargs(decoder, positions, shown, length)
+        return _op_kwargs(decoder, positions, shown, length - padding)
 
     result = torch.cat([tokens, tokens.new_zeros(len(tokens), max_new_tokens)], 1)
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -173,7 +173,7 @@ def _parts(model: Sequential, names: list[str]) -> _Parts:
 def _op_kwargs(
     decoder: _Decoder, positions: Tensor | None, mask: Tensor | None, length: int
 ) -> _Keywords:
-    """Keywords of a call after which the caches hold ``length`` positions."""
+    """Keywords of a call after which the longest sequence has ``length`` tokens."""
     shared = {} if mask is None else {"mask": mask}
     found: _Keywords = {op: {"cache": cache, **shared} for op, cache in decoder.caches.items()}
     for op in decoder.positional if positions is not None else ():
@@ -220,7 +220,7 @@ def _sampling(
     received = f"temperature={temperature}, top_k={top_k}, top_p={top_p}"
     if not do_sample and sampling != _Sampling():
         _refuse("temperature, top_k and top_p are for sampling", received, "Pass do_sample=True")
-    if temperature <= 0 or (top_k is not None and top_k < 1):
+    if not temperature > 0 or (top_k is not None and top_k < 1):
         _refuse("temperature and top_k must be positive", received)
     if top_p is not None and not 0 < top_p <= 1:
         _refuse("top_p must be above 0 and at most 1", received)
@@ -245,13 +245,17 @@ def _lengths(tokens: Tensor, max_new_tokens: int) -> tuple[int, int]:
     return tokens.shape[1], tokens.shape[1] + max_new_tokens
 
 
-def _check_mask(mask: Tensor, tokens: Tensor) -> None:
+def _padding(mask: Tensor, tokens: Tensor) -> int:
+    """How many positions are padding in all prompts."""
     if mask.shape != tokens.shape or mask.dtype != torch.bool:
         received = f"mask {tuple(mask.shape)} of {mask.dtype}, tokens {tuple(tokens.shape)}"
         _refuse("A mask is bool, of the shape of tokens", received, "Pass mask.bool()", InputError)
-    if not bool(mask[:, -1].all()):
+    most = mask.sum(1).amax() if len(mask) else mask.sum()
+    ends, longest = torch.stack([mask[:, -1].all(), most]).tolist()
+    if not ends:
         received, remedy = "a mask that ends with False", "Move the padding to the left"
         _refuse("The last token of a prompt must not be padding", received, remedy, InputError)
+    return mask.shape[1] - int(longest)
 
 
 def _refuse(

@@ -129,7 +129,7 @@ def _canonical(op: str, x: Any, *rest: Any) -> Term:
     named = None
     if op in ("pow", "rdiv") and is_number(rest[0]):
         powers = {2: "square", -0.5: "rsqrt", 0.5: "sqrt", -1: "reciprocal"}
-        named = powers.get(rest[0] if op == "pow" else -rest[0])
+        named = powers.get(rest[0]) if op == "pow" else {1: "reciprocal"}.get(rest[0])
     return Term(named, (x,)) if named else Term(op, (x, *rest))
 
 

@@ -24,6 +24,7 @@ from .reads import (
     DEFAULTS,
     DTYPE,
     HOOKS,
+    KEYWORD_DEFAULTS,
     MISSING,
     REQUIRES_GRAD,
     SHAPE,
@@ -34,6 +35,7 @@ from .reads import (
     held_tensors,
     is_of_python,
     is_scalar,
+    ordered_by,
     unchanged,
 )
 
@@ -353,6 +355,7 @@ class Observed:
             COUNT: [*GLOBAL_HOOKS, *hooks],
             CODE: functions,
             DEFAULTS: [f for f in functions if f.__defaults__],
+            KEYWORD_DEFAULTS: [f for f in functions if f.__kwdefaults__],
         }
         if not self.names.isdisjoint(_ASKING):  # for what parameters may not have yet
             asked[frozenset(self.names | self.texts).isdisjoint] = [*map(vars, parameters)]
@@ -398,7 +401,7 @@ def _has_attributes_alone(kind: type) -> bool:
 def _copy_of(holder: Any) -> Any:
     """What a container holds, or an object's attributes; its class may make what it returns."""
     if isinstance(holder, dict):
-        return dict(dict.items(holder))
+        return dict(ordered_by(holder).items(holder))
     return holder.copy() if isinstance(holder, (list, set)) else dict(vars(holder))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
@@ -22,6 +23,7 @@ CELL: Callable[[CellType], Any] = CellType.cell_contents.__get__
 CODE: Callable[[FunctionType], Any] = FunctionType.__code__.__get__  # type: ignore[attr-defined]
 COUNT: Callable[[dict[Any, Any]], int] = dict.__len__
 DEFAULTS: Callable[[FunctionType], Any] = vars(FunctionType)["__defaults__"].__get__
+KEYWORD_DEFAULTS: Callable[[FunctionType], Any] = vars(FunctionType)["__kwdefaults__"].__get__
 DTYPE: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 REQUIRES_GRAD: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 SHAPE: Callable[[Tensor], torch.Size] = Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -54,9 +56,15 @@ def contents(container: Any) -> list[Any]:
         return list(container)
     if isinstance(container, (set, frozenset)):
         return sorted(container, key=id)
-    if isinstance(container, dict):  # whose class may make what it returns
-        return [*dict.keys(container), *dict.values(container)]
+    if isinstance(container, dict):
+        kind = ordered_by(container)
+        return [*kind.keys(container), *kind.values(container)]
     return [*vars(container), *vars(container).values()]
+
+
+def ordered_by(mapping: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The type whose methods tell what a dict holds, and in which order."""
+    return OrderedDict if isinstance(mapping, OrderedDict) else dict
 
 
 def held_tensors(module: nn.Module) -> tuple[list[Any], list[Tensor | None]]:

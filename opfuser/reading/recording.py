@@ -105,6 +105,7 @@ class Recording:
             (nn.Module.__init__, self._creation),
             (threading.current_thread, self._thread),
             (type(os.environ).__getitem__, self._environment),
+            (type(os.environ).__iter__, self._environment_whole),
         ]
         if registry is not None:
             watched.append((registry.__getitem__, self._registry_entry))
@@ -278,8 +279,10 @@ class Recording:
             self._apply_part(frame)
         file = _file(frame)
         top, _, rest = file.partition(".")
-        if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
-            self.keep(f"communicates by {code.co_name}")
+        if rest == "distributed.distributed_c10d":
+            if code.co_name in _COLLECTIVES:
+                self.keep(f"communicates by {code.co_name}")
+            self.observed.kind(torch.distributed.GroupMember, "WORLD")
         if top == "torch" and rest.startswith(_WRAPPERS):
             self.keep(f"runs torch.{rest}, which coordinates devices")
         if is_of_python(file) or file.startswith(_OWN):
@@ -362,6 +365,9 @@ class Recording:
         own = frame.f_locals["self"]
         name = own.encodekey(frame.f_locals["key"])
         self.observed.row(own._data, name, own._data.get(name, MISSING))
+
+    def _environment_whole(self, frame: types.FrameType) -> None:
+        self.observed.container(frame.f_locals["self"]._data)
 
     def _registry_entry(self, frame: types.FrameType) -> None:
         """Notes an entry of a registry of transformers, in its own mapping and its class's."""

@@ -122,6 +122,20 @@ def test_a_shallow_copy_computes_with_its_own_children(shallow: Any) -> None:
     assert_equal_steps(step(model), want)
 
 
+def test_a_shallow_copy_within_what_is_read_computes_with_its_own_children() -> None:
+    model, plain = (nn.Sequential(llama().layers[0].mlp) for _ in "12")
+    opfuser.apply(model)
+    x, got = torch.linspace(-1, 1, 64, dtype=torch.float64).view(2, 32), []
+    for m in (model, plain):
+        m(x)
+        copied = of_the_dict(m[0])
+        copied._modules = {**copied._modules, "act_fn": nn.ReLU()}
+        m.append(copied)
+        got.append([m(x), m(x), copied(x)])
+    assert_equal_steps(*got)
+    assert paths(report(model)) == ["", "1"]
+
+
 def test_a_shallow_copy_has_a_forward_of_its_own_from_the_start() -> None:
     model, plain = llama(), llama()
     opfuser.apply(model)

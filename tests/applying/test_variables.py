@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DataParallel
@@ -176,6 +177,10 @@ def scaled(h: Tensor, factor: Any = 1.0) -> Tensor:
     return torch.relu(h) * factor
 
 
+def scaled_by_keyword(h: Tensor, *, factor: float = 1.0) -> Tensor:
+    return torch.relu(h) * factor
+
+
 def scaled_by_its_attribute(h: Tensor) -> Tensor:
     return torch.relu(h) * scaled_by_its_attribute.scale  # type: ignore[attr-defined]
 
@@ -241,6 +246,10 @@ def variable() -> tuple[Callable[[Tensor], Tensor], Change]:
 VARIABLES: dict[str, tuple[Any, Change]] = {
     "closure": variable(),
     "defaults": (scaled, lambda patch: patch.setattr(scaled, "__defaults__", (3.0,))),
+    "defaults of keywords": (
+        scaled_by_keyword,
+        lambda patch: patch.setattr(scaled_by_keyword, "__kwdefaults__", {"factor": 3.0}),
+    ),
     "code": (
         scaled,
         lambda patch: patch.setattr(scaled, "__code__", (lambda h, factor: 3 * h).__code__),
@@ -330,6 +339,10 @@ VARIABLES: dict[str, tuple[Any, Change]] = {
         lambda h: 3 * torch.relu(h) if os.environ.get("OPFUSER_OF_A_TEST") else torch.relu(h),
         lambda patch: patch.setenv("OPFUSER_OF_A_TEST", "1"),
     ),
+    "environment as a whole": (
+        lambda h: torch.relu(h) * float(dict(os.environ).get("OPFUSER_OF_A_TEST", "3")),
+        lambda patch: patch.setenv("OPFUSER_OF_A_TEST", "1"),
+    ),
 }
 
 
@@ -345,6 +358,47 @@ def test_a_variable_that_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         change(patch)
         want = step(plain)
         assert_equal_steps(step(model), want, 1e-10)
+    assert_equal_steps(step(model), before, 1e-10)
+    with pytest.raises(AssertionError):
+        assert_equal_steps(before, want)
+
+
+ORDERED = collections.OrderedDict(a=1.0, b=3.0)
+
+
+def in_a_process_group(h: Tensor) -> Tensor:
+    return torch.relu(h) * (3.0 if dist.is_initialized() else 1.0)
+
+
+def start() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+# Functions that read what no monkeypatch sets, what changes that, and what changes it back.
+STATES: dict[str, tuple[Any, Callable[[], object], Callable[[], object]]] = {
+    "order of a dict": (
+        lambda h: torch.relu(h) * next(iter(ORDERED.values())),
+        lambda: ORDERED.move_to_end("a"),
+        lambda: ORDERED.move_to_end("b"),
+    ),
+    "process group": (in_a_process_group, start, dist.destroy_process_group),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_changes(name: str) -> None:
+    act, change, change_back = STATES[name]
+    model, plain = blocks(act), blocks(act)
+    opfuser.apply(model)
+    before = step(plain)
+    assert_equal_steps(step(model), before, 1e-10)
+    assert "0" in paths(report(model))
+    change()
+    try:
+        want = step(plain)
+        assert_equal_steps(step(model), want, 1e-10)
+    finally:
+        change_back()
     assert_equal_steps(step(model), before, 1e-10)
     with pytest.raises(AssertionError):
         assert_equal_steps(before, want)

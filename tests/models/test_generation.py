@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,18 @@ def test_families(name: str, static: bool) -> None:
             got = of_ours(model, tokens, mask=given, static_cache=static, **how)
             torch.testing.assert_close(got, want, rtol=0, atol=0)
         assert differ(want)
+
+
+@STATIC
+def test_padding_of_all_prompts_counts_for_no_frequencies(static: bool) -> None:
+    """They follow the longest sequence, of which padding is no part."""
+    theirs = hf_model(*FAMILIES["llama, frequencies by length"]).eval()
+    model = same_model(theirs).eval()
+    tokens, mask = prompts((4, 2, 3))
+    want = of_hf(copy.deepcopy(theirs), tokens, mask, do_sample=True)
+    got = of_ours(model, tokens, mask=mask, static_cache=static, do_sample=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert generate(model, tokens[:0], 2, mask=mask[:0]).shape[0] == 0
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -268,6 +281,7 @@ POSITIONS = DecoderConfig(**TINY, learned_positions=8)
             ArgumentError,
             r"temperature and top_k must be positive \(generate\)\. Received: temperature=0.0",
         ),
+        ({"do_sample": True, "temperature": math.nan}, ArgumentError, "temperature=nan"),
         ({"do_sample": True, "top_k": 0}, ArgumentError, "must be positive.*top_k=0"),
         ({"do_sample": True, "top_p": 0.0}, ArgumentError, "top_p must be above 0 .*top_p=0.0"),
         ({"do_sample": True, "top_p": 1.1}, ArgumentError, "at most 1 .*top_p=1.1"),

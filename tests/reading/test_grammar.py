@@ -323,6 +323,11 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda m, x: m.up(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
         "computes",
     ),
+    "a norm by a number over a mean square": (
+        lambda m, x: x * (0.5 / (x.pow(2).mean(-1, keepdim=True) + 1e-6)) * m.w,
+        "computes",
+    ),
+    "an activation by a number over a value": (lambda m, x: m.up(-2 / F.relu(x)), "computes"),
     "an unbiased variance": (
         lambda m, x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 0.1).sqrt(),
         "computes",
