@@ -21,7 +21,7 @@ from ..errors import counted
 from ..fuser import OperationFuser
 from ..registry import disable, enable, registry
 from ..sequential import Sequential
-from .calls import Outcome, Untouched, ask_for_gradients, checked_results, fail
+from .calls import Outcome, Untouched, ask_for_gradients, checked_results, fail, seeded
 from .compare import Comparison, Tolerance, cast, parameters_of
 from .variants import Variant, lay_out
 
@@ -68,7 +68,7 @@ def fill(
     parameters: Mapping[str, Tensor] | None = None,
     variant: Variant = PLAIN,
 ) -> Filled:
-    """The contexts and results of a plan's forward, run step by step.
+    """The contexts and results of a plan's forward, run step by step from the same seed.
 
     Args:
         parameters: those that require grad where the variant wants gradients of all.
@@ -87,7 +87,7 @@ def fill(
     contexts: list[OperationContext] = []
     produced: dict[Slot, Tensor | None] = {}
     out = Filled(plan, contexts, {}, {}, {}, {}, {}, fuser.routing.sources)
-    with torch.no_grad(), checked_results(where):
+    with seeded(inputs.values()), torch.no_grad(), checked_results(where):
         for step in plan.forward:
             ctxs = [_context(plan.needs[i], plan.basic_ops[i]) for i in step.indices]
             sources = [fuser.routing.sources[i] for i in step.indices]

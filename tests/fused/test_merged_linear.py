@@ -46,12 +46,12 @@ def merged(*, bias: bool = True, **sizes: int) -> list[nn.Module]:
 ADAPTERS = (
     LoRAAdapter("one", 2, 0.5),
     LoRAAdapter("two", 3, -2.0),
-    LoRAAdapter("none", 2, dropout=1.0),
+    LoRAAdapter("dropped", 2, dropout=0.5),
 )
 
 
 def lora(*, bias: bool = True, **sizes: int) -> list[nn.Module]:
-    """With a bias of its own, too; all of it is trained, and one adapter is dropped."""
+    """With a bias of its own, too; all of it is trained, and one adapter has dropout."""
     op = LoRALinear(6, (sum(sizes.values()) or 6,), ADAPTERS).requires_grad_()
     return [op, *[Bias(op.out_features)] * bias]
 
