@@ -1,4 +1,4 @@
-"""Experts of Transformer Engine: its router, its permutation, and its grouped operations."""
+"""Experts of Transformer Engine: its permutation and its grouped operations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class _Written(torch.autograd.Function):
 
 
 def engine_layer(source: Any, top_k: int) -> Function:
-    """The layer with the parameters of ``source``.
+    """The layer with the parameters of ``source``, behind a router of torch's.
+
+    Its own router picks other experts among equal logits, of which bf16 has many.
 
     Its operations have a weight for each expert. Here these are parts of one tensor, and so are the
     gradients, which its GEMMs write (``main_grad``): nothing is copied for the comparison.
     """
     ops = importlib.import_module("transformer_engine.pytorch.ops")
-    route = attribute("transformer_engine.pytorch.router:fused_topk_with_score_function")
     permute = attribute("transformer_engine.pytorch.permutation:moe_permute_with_probs")
     unpermute = attribute("transformer_engine.pytorch.permutation:moe_unpermute")
     wholes = source.gate_up, source.down
@@ -53,8 +54,11 @@ def engine_layer(source: Any, top_k: int) -> Function:
     experts = ops.Sequential(linear[0], ops.ScaledSwiGLU(), linear[1])
 
     def layer(x: Tensor) -> Any:
-        logits = F.linear(x, source.router).float()
-        weights, routed = route(logits, top_k, False, None, None, None, "softmax", None)
+        probabilities = F.linear(x, source.router).softmax(-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        weights = torch.zeros_like(probabilities).scatter(1, chosen, weights)
+        routed = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, chosen, True)
         rows, scales, row_map = permute(x, weights, routed, len(x) * top_k)
         sizes = routed.sum(0)
         y = unpermute(experts(rows, sizes, scales, sizes), row_map, restore_shape=x.shape)
