@@ -115,10 +115,9 @@ class PositionEmbedding(BasicOperation):
         if x.dim() < 2 or x.shape[-1] != self.embedding_dim or not x.is_floating_point():
             invariant = f"The input must be floating point, (..., sequence, {self.embedding_dim})"
         elif positions is not None:
-            if positions.dtype not in (torch.int32, torch.int64) or positions.shape not in (
-                x.shape[-2:-1],
-                x.shape[:-1],
-            ):
+            # One by one: for Dynamo, no size that may vary is "in" others.
+            fits = positions.shape == x.shape[-2:-1] or positions.shape == x.shape[:-1]
+            if positions.dtype not in (torch.int32, torch.int64) or not fits:
                 invariant = "positions must be int32 or int64, (sequence,) or one for each row of x"
                 received += f", positions {tuple(positions.shape)} of {positions.dtype}"
         elif x.shape[-2] > self.num_positions:

@@ -336,10 +336,8 @@ class RotaryEmbedding(BasicOperation):
         if input_.dim() != 3 or input_.shape[2] != features or not input_.is_floating_point():
             invariant = f"The input must be floating point, (batch, sequence, {features})"
         elif positions is not None and positions.is_floating_point():
-            shape, pairs = input_.shape, settings.angles.size // 2
-            if tuple(positions.shape) not in [
-                (2, n, pairs) for n in (shape[1], shape[0] * shape[1])
-            ]:
+            pairs = settings.angles.size // 2
+            if not _are_tables(positions.shape, input_.shape, pairs):
                 invariant = (
                     f"tables must be (2, sequence, {pairs}) or (2, batch * sequence, {pairs})"
                 )
@@ -430,9 +428,17 @@ def _fits(positions: Sequence[int], x: Sequence[int], sections: tuple[int, ...] 
         if sections is None or positions[0] != len(sections):
             return False
         positions = positions[1:]
-    if len(positions) == 2 and positions[0] in (1, x[0]):
+    # One by one: for Dynamo, no size that may vary is "in" others.
+    if len(positions) == 2 and (positions[0] == 1 or positions[0] == x[0]):
         positions = positions[1:]
     return len(positions) == 1 and positions[0] == x[1]
+
+
+def _are_tables(tables: Sequence[int], x: Sequence[int], pairs: int) -> bool:
+    """Whether there are cosines and sines for each position, or each token."""
+    if len(tables) != 3 or tables[0] != 2 or tables[2] != pairs:
+        return False
+    return tables[1] == x[1] or tables[1] == x[0] * x[1]
 
 
 def _refuse(invariant: str, received: str) -> NoReturn:

@@ -15,8 +15,10 @@ def is_built_in(op: nn.Module) -> bool:
 
     Units of ``fully_shard`` are of classes that torch derives from theirs.
     """
-    classes = (cls for cls in type(op).__mro__ if not cls.__module__.startswith(_OF_UNITS))
-    return is_own(next(classes).__module__)
+    for cls in type(op).__mro__:
+        if not cls.__module__.startswith(_OF_UNITS):
+            return is_own(cls.__module__)
+    return False
 
 
 _OF_UNITS = "torch.distributed."
