@@ -362,8 +362,7 @@ def _bias_of_scores(bias: Tensor, x: Heads) -> Tensor:
     """The bias with four dimensions."""
     full = *x.q.shape[:3], x.k.shape[2]
     shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, full))
-    if not fits or not bias.is_floating_point():
+    if not _broadcasts(shape, full) or not bias.is_floating_point():
         _refuse_input(
             f"The bias must be floating point, of a shape that broadcasts to {full}",
             _features(bias),
@@ -372,16 +371,26 @@ def _bias_of_scores(bias: Tensor, x: Heads) -> Tensor:
     return bias.view(shape)
 
 
+def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    return len(shape) == 4 and all(map(_broadcasts_to, shape, full))
+
+
+def _broadcasts_to(size: int, full: int) -> bool:
+    # One by one: for Dynamo, no size that may vary is "in" others.
+    return size == 1 or size == full  # noqa: PLR1714
+
+
 def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:
     batch, heads, queries, _ = x.q.shape
     full = batch, heads, queries, x.k.shape[2]
-    given, shape = mask, mask.shape
-    if mask.dim() == 2:
-        mask = mask[:, None, None] if shape in ((batch, full[3]), (1, full[3])) else given
+    given = mask
+    if mask.dim() == 2 and mask.shape[1] == full[3] and _broadcasts_to(mask.shape[0], batch):
+        mask = mask[:, None, None]
     elif mask.dim() == 3:
         mask = mask[None]
-    fits = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape, full))
-    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    if not _broadcasts(mask.shape, full) or not (
+        mask.dtype == torch.bool or mask.is_floating_point()
+    ):
         _refuse_input(
             f"The mask must be bool or floating point, {(batch, full[3])} or of a shape that "
             f"broadcasts to {full}",

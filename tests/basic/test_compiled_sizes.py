@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser import PositionEmbedding, RotaryEmbedding, Sequential
+from opfuser import DotProductAttention, PositionEmbedding, RotaryEmbedding, Sequential
 from opfuser.op import BasicOperation
 
 ROWS, LENGTH = 4, 10
@@ -19,6 +19,12 @@ KEYWORDS: dict[str, tuple[BasicOperation, dict[str, Tensor]]] = {
     "tables of all": (RotaryEmbedding(2, 4), {"tables": TABLES.repeat(1, ROWS, 1)}),
     "rotary": (RotaryEmbedding(2, 4), {"positions": NUMBERS}),
     "rotary, alike": (RotaryEmbedding(2, 4), {"positions": NUMBERS[:1]}),
+    "mask": (DotProductAttention(2), {"mask": NUMBERS % 3 > 0}),
+    "mask, alike": (DotProductAttention(2), {"mask": NUMBERS[:1] % 3 > 0}),
+    "mask of queries": (
+        DotProductAttention(2),
+        {"mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
+    ),
     "learned": (PositionEmbedding(50, 24), {"positions": NUMBERS}),
     "learned, alike": (PositionEmbedding(50, 24), {"positions": NUMBERS[0]}),
 }
