@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-AT_MOST = 30
+AT_MOST = 29
 """Lines and names in them. Whoever takes some away lowers it."""
 
 GIVEN = re.compile(r"(?:def |class |self\.|^ *)(_[A-Za-z]\w*)(?=\(|\[| *[:=])", re.M)

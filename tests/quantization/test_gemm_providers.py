@@ -15,13 +15,12 @@ from torch.nn.functional import ScalingType
 
 import opfuser
 from opfuser import gemm_providers
-from opfuser.engine.replayed import graphs
 from opfuser.errors import ArgumentError
 from opfuser.gemm_providers import Gemm, GemmOperand, GemmProvider
 from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from tests.quantization.test_values import error, results
 from tests.replay.models import code
-from tests.replay.recorded import RecordedGraph
+from tests.replay.recorded import replayed_on_a_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
@@ -220,13 +219,10 @@ def test_operands_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("replayable", [False, True])
-def test_calls_are_recorded_only_if_the_provider_allows_it(
-    replayable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)  # users have no other device
+def test_calls_are_recorded_only_if_the_provider_allows_it(replayable: bool) -> None:
     model = opfuser.Sequential(opfuser.Linear(128, 128))
     recipe = Float8CurrentScaling(gemm="replayable" if replayable else "exact")
-    with opfuser.replay("on"), torch.no_grad():
+    with replayed_on_a_cpu(), opfuser.replay("on"), torch.no_grad():
         for _ in range(4):
             with opfuser.autocast(recipe=recipe):
                 model(torch.randn(16, 128))
