@@ -16,7 +16,7 @@ from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError
 from ..kernels.scalar import wide_dtype
 from ..runtime.tracing import columns, exporting, functional
-from ._numbers import real_number
+from ._numbers import is_one_of, real_number
 
 _WHERE = "DotProductAttention"
 _SOME = 64
@@ -372,19 +372,14 @@ def _bias_of_scores(bias: Tensor, x: Heads) -> Tensor:
 
 
 def _broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
-    return len(shape) == 4 and all(map(_broadcasts_to, shape, full))
-
-
-def _broadcasts_to(size: int, full: int) -> bool:
-    # One by one: for Dynamo, no size that may vary is "in" others.
-    return size == 1 or size == full  # noqa: PLR1714
+    return len(shape) == 4 and all(is_one_of(n, 1, size) for n, size in zip(shape, full))
 
 
 def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:
     batch, heads, queries, _ = x.q.shape
     full = batch, heads, queries, x.k.shape[2]
     given = mask
-    if mask.dim() == 2 and mask.shape[1] == full[3] and _broadcasts_to(mask.shape[0], batch):
+    if mask.dim() == 2 and is_one_of(mask.shape, (batch, full[3]), (1, full[3])):
         mask = mask[:, None, None]
     elif mask.dim() == 3:
         mask = mask[None]

@@ -29,6 +29,14 @@ def real_number(value: object, name: str, where: str, remedy: str = "") -> float
     )
 
 
+def is_one_of(size: object, *others: object) -> bool:
+    """Whether a size or shape is equal to one of others.
+
+    Where torch.compile traces, ``in`` finds no size that may vary.
+    """
+    return any(size == other for other in others)
+
+
 def check_sizes(where: str, **sizes: int) -> None:
     """Raises ArgumentError if one of the sizes of an operation's table is negative."""
     if min(sizes.values()) < 0:

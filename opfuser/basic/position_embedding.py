@@ -11,7 +11,7 @@ from ..attention.context_parallel import refuse_counted_positions
 from ..errors import InputError
 from ..op import BasicOperation, OperationContext, OperationGrads
 from ._dtypes import check_parameter_dtype
-from ._numbers import check_sizes
+from ._numbers import check_sizes, is_one_of
 
 
 class PositionEmbedding(BasicOperation):
@@ -115,8 +115,7 @@ class PositionEmbedding(BasicOperation):
         if x.dim() < 2 or x.shape[-1] != self.embedding_dim or not x.is_floating_point():
             invariant = f"The input must be floating point, (..., sequence, {self.embedding_dim})"
         elif positions is not None:
-            # One by one: for Dynamo, no size that may vary is "in" others.
-            fits = positions.shape == x.shape[-2:-1] or positions.shape == x.shape[:-1]
+            fits = is_one_of(positions.shape, x.shape[-2:-1], x.shape[:-1])
             if positions.dtype not in (torch.int32, torch.int64) or not fits:
                 invariant = "positions must be int32 or int64, (sequence,) or one for each row of x"
                 received += f", positions {tuple(positions.shape)} of {positions.dtype}"

@@ -16,6 +16,7 @@ from ..kernels.rotary import rotary
 from ..kernels.rotary_plain import Rotation
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext, OperationGrads
+from ._numbers import is_one_of
 from ._rotary_tables import RotaryTables, pairs_of_rows
 
 
@@ -428,8 +429,7 @@ def _fits(positions: Sequence[int], x: Sequence[int], sections: tuple[int, ...] 
         if sections is None or positions[0] != len(sections):
             return False
         positions = positions[1:]
-    # One by one: for Dynamo, no size that may vary is "in" others.
-    if len(positions) == 2 and (positions[0] == 1 or positions[0] == x[0]):
+    if len(positions) == 2 and is_one_of(positions[0], 1, x[0]):
         positions = positions[1:]
     return len(positions) == 1 and positions[0] == x[1]
 
@@ -438,7 +438,7 @@ def _are_tables(tables: Sequence[int], x: Sequence[int], pairs: int) -> bool:
     """Whether there are cosines and sines for each position, or each token."""
     if len(tables) != 3 or tables[0] != 2 or tables[2] != pairs:
         return False
-    return tables[1] == x[1] or tables[1] == x[0] * x[1]
+    return is_one_of(tables[1], x[1], x[0] * x[1])
 
 
 def _refuse(invariant: str, received: str) -> NoReturn:

@@ -19,6 +19,7 @@ from ..kernels.gated_plain import GatedGrads, Glu, ProductSpec, product_spec
 from ..kernels.scalar import ScalarFunction, cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
+from ._numbers import is_one_of
 
 __all__ = [
     "ScaledClampedQGeGLU",
@@ -125,7 +126,7 @@ class _ScaledActivation(BasicOperation):
         if isinstance(function, Glu):
             gated.check_glu_input(function, input_, where)
         leading = input_.shape[:-1]
-        if not input_.dim() or scales.shape not in (leading, (*leading, 1)):
+        if not input_.dim() or not is_one_of(scales.shape, leading, (*leading, 1)):
             raise InputError.explained(
                 "The scales must have the input's shape without its last dimension, or with "
                 "1 in its place",
