@@ -109,10 +109,13 @@ class Observed:
             self.hold(attributes)
 
     def row(self, holder: dict[str, Any], name: str, value: Any) -> None:
-        """Notes that an entry of a dict was read."""
-        self._rows.setdefault((id(holder), name), (holder, name, value))
+        """Notes that an entry of a dict was read, unless the forward itself has set it."""
         if isinstance(value, Tensor):
             self.tensors.add(id(value))
+        held = self._held.get(id(holder))
+        if held is not None and value is not held[1].get(name, MISSING):
+            return  # neither a later call nor :meth:`undo` may find this value there
+        self._rows.setdefault((id(holder), name), (holder, name, value))
 
     def kind(self, kind: type, name: str) -> None:
         """Notes that an attribute of a type was read; of methods, what ``super()`` may find."""

@@ -61,8 +61,8 @@ _FUNCTIONS = type(torch.autograd.Function)
 _GENERATORS = random.Random, torch.Generator
 # Importers that others have put before Python's, such as pytest's, are no part of a forward.
 _IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
-# One trace at a time, as attributes of nn.Module are replaced meanwhile.
-_LOCK = threading.Lock()
+# One trace at a time: it replaces attributes of nn.Module, and sets those that a forward sets.
+ONE_AT_A_TIME = threading.RLock()
 _UNDER_WAY: list[int] = []  # the thread of the trace
 _plain = object.__getattribute__
 
@@ -118,12 +118,12 @@ class Recording:
         Meanwhile the attribute access of modules and configurations is replaced. Afterwards
         attributes, containers, globals and random numbers are as they were.
         """
-        with _LOCK, ExitStack() as undo:
+        with ExitStack() as undo:
             _UNDER_WAY.append(threading.get_ident())
             undo.callback(_UNDER_WAY.pop)
             undo.callback(self.observed.undo)
             if "torch._dynamo" in sys.modules:  # or else nothing can have been compiled
-                # Of the process: within the lock, or one of two threads would leave it behind.
+                # Of the process: while no other trace is under way, which would leave it behind.
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(lambda: [put_back() for put_back in self._drawn.values()])
             for kind, name, recorded in (

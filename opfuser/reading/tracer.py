@@ -19,7 +19,7 @@ from .child_calls import recorded_calls
 from .dataflow import Dataflow, map_leaves, tensors_in
 from .kept import KeptError, NotNowError
 from .reads import Reads
-from .recording import is_tracing
+from .recording import ONE_AT_A_TIME, is_tracing
 from .sizes import Sizes, function_of
 from .stand_ins import Update, cached_length, ignores_more
 from .tracing_mode import TracingMode
@@ -105,7 +105,7 @@ def trace(
     key = call_key(module, args, kwargs)
     sizes = Sizes(key.sizes, key.constants)
     mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)
-    with ExitStack() as end, ExitStack() as modes:
+    with ONE_AT_A_TIME, ExitStack() as end, ExitStack() as modes:
         end.callback(mode.forget)
         # What is around the call, such as a count of operations, is told of nothing.
         modes.enter_context(without_modes())

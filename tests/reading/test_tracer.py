@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser.reading.kept import KeptError, NotNowError
+from opfuser.reading.observed import Observed
 from opfuser.reading.tracer import trace
 from tests.reading.modules import WIDTH, Computes, effects, given, ops, recomputed, traced
 from tests.reading.tiny import CACHE
@@ -324,6 +325,14 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "strides": (lambda self, x: x + x.stride(0), "asks for stride"),
     "graph": (lambda self, x: (x * 2).is_leaf and x, "asks for is_leaf"),
     "attribute": (lambda self, x: setattr(self, "last", x) or x + 1, "sets its attribute 'last'"),
+    "attribute that it reads": (
+        lambda self, x: setattr(self, "last", x) or x + self.last,
+        "sets its attribute 'last'",
+    ),
+    "attribute of its dict that it reads": (
+        lambda self, x: self.__dict__.update(last=x) or x + self.last,
+        "writes to attributes",
+    ),
     "deleted": (deletes_attribute, "writes to attributes"),
     "dict": (lambda self, x: self.__dict__.update(last=x) or x + 1, "writes to attributes"),
     "memo": (lambda self, x: x + ones(), "fills a cache"),
@@ -641,6 +650,35 @@ def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None
     assert found[0].device.type == "cpu"
     assert found[1]
     assert ops(found[2]) == ["linear"]
+
+
+def test_what_another_trace_sets_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: Any = types.ModuleType("shared")
+    shared.sleep, reads = time.sleep, Observed.reads
+
+    class Setting(nn.Module):
+        scale = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = 2
+            shared.sleep(0.5)
+            return x * self.scale
+
+    setting = Setting()
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(trace(setting, (given(),), {})))
+
+    def reads_later(observed: Observed) -> Any:
+        if threading.current_thread() is not other:
+            other.start()
+            time.sleep(0.2)  # the other trace begins, or waits for this one
+        return reads(observed)
+
+    monkeypatch.setattr(Observed, "reads", reads_later)
+    mine = trace(Computes(lambda self, x: x * setting.scale), (given(),), {})
+    other.join()
+    assert found
+    assert mine.reads.current()
 
 
 def draws() -> tuple[float, float]:
