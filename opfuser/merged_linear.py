@@ -214,9 +214,10 @@ class MergedLinear(LinearCompound):
         """Moves the weights into one storage, and the biases into another, unless they already are.
 
         Parameters stay the same objects, with their gradients. Needs memory for a copy while it
-        runs. safetensors writes them as separate tensors, ``torch.save`` writes the storage once,
-        and ``pickle`` alone once for each. Tensors that shared memory with a parameter, such as an
-        old reference to ``weight.data``, no longer do.
+        runs. ``safetensors.torch.save_file`` writes them as separate tensors, ``torch.save`` writes
+        the storage once, and ``pickle`` alone once for each; accelerate writes only the first of
+        them, unless ``safe_serialization=False``. Tensors that shared memory with a parameter, such
+        as an old reference to ``weight.data``, no longer do.
 
         Raises:
             ArgumentError: the parameters differ in dtype or device, or a projection was replaced.

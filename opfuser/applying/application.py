@@ -64,7 +64,9 @@ def apply(
             output, they are None.
         merge_storages: whether to move weights that multiply the same input, such as those of
             queries, keys and values, into one storage, so that one GEMM computes them all. They are
-            moved when the first call is traced, and stay the same objects.
+            moved when the first call is traced, and stay the same objects. Of weights in one
+            storage, accelerate's ``save_state`` and ``save_model`` write only the first, unless
+            ``safe_serialization=False``.
 
     Returns:
         The report: what computes the modules of the model, and why the others are kept.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import opfuser
@@ -96,3 +98,23 @@ def test_a_model_that_accelerate_prepares(precision: str) -> None:
         if when != "never":
             assert {"layers.0.mlp", "layers.0"} & set(paths(report(model)))
             assert_equal_steps(steps[0], steps[-1], 1e-4 if precision == "no" else 0.05)
+
+
+def test_weights_in_one_storage_in_checkpoints_of_accelerate(tmp_path: Path) -> None:
+    """Its safetensors files have one of the weights only, as docs/limits.md says."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, plain = accelerator.prepare(llama()), llama()
+    opfuser.apply(model, merge_storages=True)
+    wanted = step(plain)
+    assert_equal_steps(step(model), wanted)
+    attention = model.layers[0].self_attn
+    q, k = attention.q_proj.weight, attention.k_proj.weight
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    accelerator.save_state(tmp_path, safe_serialization=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    accelerator.load_state(tmp_path)
+    assert_equal_steps(step(model), wanted)

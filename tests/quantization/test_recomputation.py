@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed._composable import checkpoint as composable
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import opfuser
 from opfuser import BasicLinear, Sequential
@@ -53,6 +54,11 @@ def plain(model: nn.Module, x: Tensor) -> Any:
 
 def by_hooks(model: nn.Module, x: Tensor) -> Any:
     return checkpoint(model, x, use_reentrant=False)
+
+
+def selective(model: nn.Module, x: Tensor) -> Any:
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(model, x, use_reentrant=False, context_fn=saved)
 
 
 def reentrant(model: nn.Module, x: Tensor) -> Any:
@@ -307,6 +313,10 @@ CASES: list[tuple[Run, Callable[[], nn.Module], Recipe, Calls]] = [
     *((run, OpensItself, DELAYED, OPENED[n % 3]) for n, run in enumerate([*RUNS.values()][2:])),
     *((run, OpensItself, DELAYED, calls) for run in (by_hooks, reentrant) for calls in OPENED),
     *((run, swiglu, DELAYED, in_a_thread) for run in RUNS.values()),
+    *(
+        (selective, swiglu, recipe, micro_batches(recipe, (1, 0)))
+        for recipe in (CURRENT, Float8BlockScaling())
+    ),
     *((run, linears, DELAYED, twice) for run in (by_hooks, late, RUNS["hooks in hooks"])),
 ]
 
