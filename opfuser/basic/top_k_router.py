@@ -273,19 +273,22 @@ class TopKRouter(BasicOperation):
         tokens = torch.bincount(indices.reshape(-1), minlength=settings.num_experts)
         out = [weights * settings.scaling_factor, indices, tokens]
         mask = kwargs.get("mask")
-        chosen = torch.ones_like(logits[..., 0]) if mask is None else mask.to(logits.dtype)
-        count = chosen.sum().clamp(min=1)
+        counts = torch.ones_like(logits[..., :1], dtype=torch.bool)
+        if mask is not None:
+            counts = mask.unsqueeze(-1)
+        count = counts.sum().clamp(min=1)
         one_hot = torch.zeros_like(logits).scatter(-1, indices, 1.0)
-        counted = (one_hot * chosen.unsqueeze(-1)).reshape(-1, settings.num_experts).sum(0)
+        counted = (one_hot * counts).reshape(-1, settings.num_experts).sum(0)
         probabilities = scores
         if settings.score_function == "sigmoid":
             probabilities = scores / scores.sum(-1, keepdim=True)
-        probabilities = probabilities * chosen.unsqueeze(-1)
+        probabilities = torch.where(counts, probabilities, 0)
         means = probabilities.reshape(-1, settings.num_experts).sum(0) / count
         if self.aux_loss:
             out.append(settings.num_experts * (counted / count * means).sum())
         if self.z_loss:
-            out.append((logits.logsumexp(-1).square() * chosen).sum() / count)
+            squares = logits.logsumexp(-1, keepdim=True).square()
+            out.append(torch.where(counts, squares, 0).sum() / count)
         if self.balance_terms:
             out.append(torch.stack([counted / count, means]))
         return tuple(out)

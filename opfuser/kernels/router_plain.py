@@ -156,16 +156,16 @@ def backward(
         of_aux = grads.aux * settings.num_experts * fractions
         d_means = of_aux if d_means is None else d_means + of_aux
     if d_means is not None:
-        dp = _masked(d_means / number, mask)
+        dp = d_means / number
         divisor, shares = _shares(scores, settings)
-        ds += dp if divisor is None else _quotient_backward(dp, shares, divisor)
+        ds += _masked(dp if divisor is None else _quotient_backward(dp, shares, divisor), mask)
     if settings.score_function == "softmax":
         dx = softmax_backward(ds, scores, -1, scores.dtype)
     else:
         dx = ds * scores * (1 - scores)
     if grads.z is not None:
         lse = x.logsumexp(-1, keepdim=True)
-        dx += grads.z * (2 / number) * _masked(lse, mask) * (x - lse).exp()
+        dx += grads.z * (2 / number) * _masked(lse * (x - lse).exp(), mask)
     return dx.to(logits.dtype)
 
 
@@ -183,8 +183,8 @@ def _shares(scores: Tensor, settings: RouterSettings) -> tuple[Tensor | None, Te
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` of the tokens that count, and zeros for the others."""
-    return x if mask is None else x * mask.unsqueeze(-1)
+    """``x`` of the tokens that count, and zeros for the others, even where ``x`` is not finite."""
+    return x if mask is None else torch.where(mask.unsqueeze(-1), x, 0)
 
 
 def _count(logits: Tensor, mask: Tensor | None) -> int | Tensor:

@@ -238,6 +238,24 @@ def test_router_with_a_mask(name: str, device: torch.device) -> None:
     torch.testing.assert_close(leaf.grad, alone.grad)
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "sigmoid, terms"])
+def test_padding_that_is_nan(name: str, device: torch.device) -> None:
+    op, real = router(name).to(device), torch.randn(5, 8, device=device)
+    padding = torch.ones(2, 8, device=device)
+    padding[:, 3] = math.nan
+    mask = torch.arange(7, device=device) < 5
+    leaf = torch.cat([real, padding]).requires_grad_()
+    alone = real.double().requires_grad_()
+    weights, _, _, *losses = op(leaf, mask=mask)
+    wanted_weights, _, _, *wanted = op.reference(alone)
+    torch.testing.assert_close(losses, [loss.to(torch.float32) for loss in wanted])
+    (weights[:5].square().sum() + sum(loss.square().sum() for loss in losses)).backward()
+    (wanted_weights.square().sum() + sum(loss.square().sum() for loss in wanted)).backward()
+    torch.testing.assert_close(leaf.grad[:5], alone.grad.float())
+    reference = op.reference(leaf, mask=mask)[3:]
+    torch.testing.assert_close([*reference], losses)
+
+
 @pytest.mark.parametrize(
     "mask", [torch.ones(3, 8).bool(), torch.ones(4).bool(), torch.ones(3)], ids=["E", "T", "dtype"]
 )
