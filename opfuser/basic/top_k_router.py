@@ -273,9 +273,8 @@ class TopKRouter(BasicOperation):
         tokens = torch.bincount(indices.reshape(-1), minlength=settings.num_experts)
         out = [weights * settings.scaling_factor, indices, tokens]
         mask = kwargs.get("mask")
-        counts = torch.ones_like(logits[..., :1], dtype=torch.bool)
-        if mask is not None:
-            counts = mask.unsqueeze(-1)
+        every = torch.ones_like(logits[..., :1], dtype=torch.bool)
+        counts = every if mask is None else mask.unsqueeze(-1)
         count = counts.sum().clamp(min=1)
         one_hot = torch.zeros_like(logits).scatter(-1, indices, 1.0)
         counted = (one_hot * counts).reshape(-1, settings.num_experts).sum(0)

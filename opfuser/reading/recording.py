@@ -113,7 +113,7 @@ class Recording:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The time of the trace.
+        """The time of the trace, within :data:`ONE_AT_A_TIME`.
 
         Meanwhile the attribute access of modules and configurations is replaced. Afterwards
         attributes, containers, globals and random numbers are as they were.

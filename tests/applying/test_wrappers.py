@@ -101,7 +101,7 @@ def test_a_model_that_accelerate_prepares(precision: str) -> None:
 
 
 def test_weights_in_one_storage_in_checkpoints_of_accelerate(tmp_path: Path) -> None:
-    """Its safetensors files have one of the weights only, as docs/limits.md says."""
+    """Written as docs/limits.md says: its safetensors files would have only one of the weights."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)
